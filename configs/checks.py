@@ -1,0 +1,156 @@
+"""Checks that involve several keys: functions from a configuration to problems, so that all are reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import Config
+
+# Keys of the DeepSpeed file that the schema generates, and the key that a user sets instead.
+OWNED_BY_SCHEMA = {
+    "optimizer": "optim.*",
+    "scheduler": "optim.schedule, optim.warmup_steps and optim.min_lr_ratio",
+    "train_batch_size": "train.global_batch_tokens",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.global_batch_tokens and train.micro_batch_size",
+    "gradient_clipping": "optim.grad_clip",
+    "bf16": "train.precision",
+    "bfloat16": "train.precision",
+    "fp16": "train.precision",
+    "amp": "train.precision",
+    "torch_autocast": "train.precision",
+    "data_types": "train.precision",
+    "communication_data_type": "train.precision",
+    "activation_checkpointing": "train.activation_checkpointing",
+    "checkpoint": "checkpoint.*",
+    "tensorboard": "nothing: TensorBoard is always written to the run's folder",
+    "zero_optimization.stage": "deepspeed.zero_stage",
+}
+ALLOWED_OVERRIDES = (
+    "comms_logger",
+    "disable_allgather",
+    "dump_state",
+    "flops_profiler",
+    "gradient_predivide_factor",
+    "memory_breakdown",
+    "prescale_gradients",
+    "wall_clock_breakdown",
+    "zero_optimization",
+)
+UNSUPPORTED_ZERO_KEYS = ("offload_optimizer", "offload_param", "zero_hpz_partition_size", "mics_shard_size", "zenflow")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem and the keys whose values it speaks of."""
+
+    keys: tuple[str, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.keys[0]}: {self.message}"
+
+
+def find_problems(config: Config) -> Iterator[Problem]:
+    """All cross-key problems of a configuration whose single fields are valid."""
+    yield from _model_problems(config)
+    yield from _batch_problems(config)
+    yield from _step_problems(config)
+    yield from _run_problems(config)
+    yield from override_problems(config.deepspeed.overrides)
+
+
+def _model_problems(config: Config) -> Iterator[Problem]:
+    model = config.model
+    num_kv_heads = model.num_kv_heads or model.num_heads
+    if model.num_heads % num_kv_heads:
+        yield Problem(
+            ("model.num_kv_heads", "model.num_heads"),
+            f"{num_kv_heads} does not divide model.num_heads={model.num_heads}",
+        )
+    if model.head_dim is None and model.dim % model.num_heads:
+        yield Problem(
+            ("model.num_heads", "model.dim", "model.head_dim"),
+            f"{model.num_heads} does not divide model.dim={model.dim}; set model.head_dim, or sizes that divide",
+        )
+    elif (head_dim := model.head_dim or model.dim // model.num_heads) % 2:
+        yield Problem(
+            ("model.head_dim", "model.dim", "model.num_heads"),
+            f"{head_dim} is odd; rotary positions turn pairs of values, so the width of a head must be even",
+        )
+
+
+def _batch_problems(config: Config) -> Iterator[Problem]:
+    seq_len = config.data.seq_len or config.model.max_seq_len
+    if seq_len > config.model.max_seq_len:
+        yield Problem(
+            ("data.seq_len", "model.max_seq_len"),
+            f"{seq_len} is longer than model.max_seq_len={config.model.max_seq_len}",
+        )
+    if config.train.global_batch_tokens % seq_len:
+        low = config.train.global_batch_tokens // seq_len * seq_len
+        choices = f"{low + seq_len}" if low == 0 else f"{low} or {low + seq_len}"
+        yield Problem(
+            ("train.global_batch_tokens", "data.seq_len", "model.max_seq_len"),
+            f"{config.train.global_batch_tokens} is not a multiple of the sequence length {seq_len}; "
+            f"the nearest: {choices}",
+        )
+    for name in config.data.val_sources:
+        if not name or "/" in name:
+            yield Problem(("data.val_sources",), f"{name!r} cannot name a validation set: it is empty or has a '/'")
+
+
+def _step_problems(config: Config) -> Iterator[Problem]:
+    train, optim = config.train, config.optim
+    if train.stop_step is not None and train.stop_step > train.steps:
+        yield Problem(("train.stop_step", "train.steps"), f"{train.stop_step} is beyond train.steps={train.steps}")
+    if optim.warmup_steps > train.steps:
+        yield Problem(
+            ("optim.warmup_steps", "train.steps"), f"{optim.warmup_steps} is beyond train.steps={train.steps}"
+        )
+    for beta in optim.betas:
+        if not 0 <= beta < 1:
+            yield Problem(("optim.betas",), f"{beta} is not in [0, 1)")
+    if train.profile and train.profile.start_step + train.profile.steps > (train.stop_step or train.steps):
+        yield Problem(
+            ("train.profile", "train.steps", "train.stop_step"),
+            f"steps {train.profile.start_step} to {train.profile.start_step + train.profile.steps} "
+            f"are not all before the last step {train.stop_step or train.steps}",
+        )
+
+
+def _run_problems(config: Config) -> Iterator[Problem]:
+    if config.run.init_from is not None and config.run.resume not in ("auto", "never"):
+        yield Problem(
+            ("run.init_from", "run.resume"),
+            "starts a new run, and run.resume names a checkpoint to go on from; set only one of them",
+        )
+
+
+def override_problems(overrides: dict[str, Any]) -> Iterator[Problem]:
+    """DeepSpeed keys that the schema owns, that are unknown, or that this project does not support."""
+    for key in overrides:
+        where = f"deepspeed.overrides.{key}"
+        if key in OWNED_BY_SCHEMA:
+            yield Problem((where, "deepspeed.overrides"), f"is generated; set {OWNED_BY_SCHEMA[key]} instead")
+        elif key not in ALLOWED_OVERRIDES:
+            yield Problem(
+                (where, "deepspeed.overrides"), f"is not supported; allowed: {', '.join(ALLOWED_OVERRIDES)}"
+            )
+    zero = overrides.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        yield Problem(("deepspeed.overrides.zero_optimization",), f"{zero!r} is not a mapping of keys")
+        return
+    if "stage" in zero:
+        yield Problem(
+            ("deepspeed.overrides.zero_optimization.stage", "deepspeed.overrides"),
+            f"is generated; set {OWNED_BY_SCHEMA['zero_optimization.stage']} instead",
+        )
+    for key in UNSUPPORTED_ZERO_KEYS:
+        if key in zero:
+            yield Problem(
+                (f"deepspeed.overrides.zero_optimization.{key}", "deepspeed.overrides"),
+                "is not supported; ZeRO stages 1 to 3 without offload are",
+            )

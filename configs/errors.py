@@ -1,0 +1,13 @@
+"""The error of a configuration that a user can mend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """All problems of a configuration, one readable line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))

@@ -1,0 +1,183 @@
+"""Every configuration key: its type, default, limits and meaning. Units stand in the names or descriptions.
+
+The classes are frozen and forbid unknown keys. They hold what the user wrote; `resolve` fills in sizes that are
+derived from others. Checks that involve several keys are functions in `configs.checks`, so that all problems of a
+configuration can be reported together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FFN_MULTIPLE = 64
+
+
+class Section(BaseModel):
+    """A frozen group of keys that rejects unknown ones."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+class RunConfig(Section):
+    name: str | None = Field(
+        None, min_length=1, pattern=r"^[^/\\]+$", description="name of the run's folder; default: the YAML file's name"
+    )
+    dir: str = Field("runs", min_length=1, description="folder that holds the runs' folders")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of the initial weights and of the data order")
+    resume: str = Field(
+        "auto",
+        min_length=1,
+        description="`auto`: go on from the newest good checkpoint of this run's folder, or start; `never`: only start"
+        " in an empty folder; a path: go on from that checkpoint, or fail",
+    )
+    init_from: str | None = Field(
+        None,
+        min_length=1,
+        description="start from the weights of another run's checkpoint (a run's folder or one checkpoint); the"
+        " schedule, data and folder are this run's own",
+    )
+    deterministic: bool = Field(False, description="deterministic kernels on GPU too (slower)")
+
+
+class AttentionConfig(Section):
+    kind: Literal["mha"] = Field(
+        "mha", description="`mha`: multi-head attention, or grouped-query attention when num_kv_heads < num_heads"
+    )
+    qk_norm: bool = Field(False, description="RMSNorm with a learned gain on every query and key head (Qwen3)")
+
+
+class ModelConfig(Section):
+    vocab_size: int | None = Field(
+        None, ge=2, description="rows of the embedding; null: the padded vocabulary of the data's manifest"
+    )
+    dim: int = Field(256, ge=2, description="width of the residual stream")
+    num_layers: int = Field(4, ge=1, description="transformer blocks")
+    num_heads: int = Field(4, ge=1, description="query heads")
+    num_kv_heads: int | None = Field(None, ge=1, description="key/value heads; null: num_heads")
+    head_dim: int | None = Field(None, ge=2, description="width of a head; null: dim / num_heads")
+    ffn_dim: int | None = Field(
+        None, ge=1, description="hidden width of SwiGLU; null: 8/3 of dim, rounded up to a multiple of 64"
+    )
+    max_seq_len: int = Field(1024, ge=1, description="longest context in tokens")
+    tie_embeddings: bool = Field(False, description="one matrix for the embedding and the output head")
+    rope_theta: float = Field(10000.0, gt=1, description="base of the rotary frequencies")
+    norm_eps: float = Field(1e-5, gt=0, description="epsilon of RMSNorm")
+    init_std: float = Field(
+        0.02, gt=0, description="standard deviation of initial weights; residual outputs get it / sqrt(2 num_layers)"
+    )
+    attention: AttentionConfig = Field(default_factory=AttentionConfig)
+
+
+class QkControlConfig(Section):
+    policy: Literal["none", "constant"] = Field(
+        "none", description="`none`: the base rate everywhere; `constant`: alpha times the base rate for query/key weights"
+    )
+    alpha: float = Field(0.1, gt=0, description="factor of the query/key learning rate (unused by `none`)")
+
+
+class OptimConfig(Section):
+    name: Literal["adamw"] = Field("adamw", description="optimizer")
+    lr: float = Field(3e-4, gt=0, description="base learning rate, the schedule's peak")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates of the moments")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices except embeddings")
+    grad_clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
+    warmup_steps: int = Field(100, ge=0, description="steps of linear warm-up from 0")
+    schedule: Literal["constant", "cosine", "wsd"] = Field("cosine", description="shape after the warm-up")
+    decay_fraction: float = Field(
+        0.2, gt=0, le=1, description="part of train.steps in which `wsd` decays (linearly) to min_lr_ratio"
+    )
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="last rate as a fraction of lr")
+
+
+class SourceConfig(Section):
+    path: str = Field(min_length=1, description="folder of shards with a manifest, or the prefix of one Megatron shard")
+    weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources")
+
+
+class DataConfig(Section):
+    sources: tuple[SourceConfig, ...] = Field(strict=False, min_length=1, description="training data: list of {path, weight}")
+    val_sources: dict[str, str] = Field(
+        default_factory=dict, description="validation data: name -> path; the first is `val_loss`"
+    )
+    seq_len: int | None = Field(None, ge=1, description="tokens of a training sample; null: model.max_seq_len")
+    tokenizer: str | None = Field(None, min_length=1, description="tokenizer file; null: the manifest's")
+    eod_id: int | None = Field(None, ge=0, description="end-of-document token; null: the manifest's")
+
+
+class ProfileConfig(Section):
+    start_step: int = Field(ge=0, description="first profiled step")
+    steps: int = Field(ge=1, description="number of profiled steps")
+
+
+class TrainConfig(Section):
+    steps: int = Field(ge=1, description="horizon of the schedule, in optimizer steps")
+    stop_step: int | None = Field(None, ge=1, description="stop after this step; the schedule's horizon is unchanged")
+    max_seconds: float | None = Field(
+        None, gt=0, description="stop with a checkpoint (exit code 75) after this many seconds"
+    )
+    global_batch_tokens: int = Field(ge=1, description="tokens of one optimizer step over all ranks")
+    micro_batch_size: int = Field(1, ge=1, description="sequences a rank runs at once; accumulation is derived")
+    precision: Literal["fp32", "bf16"] = Field(
+        "bf16", description="`bf16`: bf16 compute with fp32 master weights and fp32 gradient accumulation"
+    )
+    z_loss: float = Field(0.0, ge=0, description="weight of mean(logsumexp(logits)^2); 1e-4 is usual, 0: off")
+    compile: bool = Field(False, description="torch.compile for every block")
+    activation_checkpointing: bool = Field(False, description="recompute each block in the backward pass")
+    on_nonfinite: Literal["stop"] = Field("stop", description="what a NaN or infinite loss or gradient does")
+    profile: ProfileConfig | None = Field(None, description="torch profiler trace: {start_step, steps}")
+
+
+class DeepSpeedConfig(Section):
+    zero_stage: Literal[0, 1, 2, 3] = Field(1, description="ZeRO stage")
+    overrides: dict[str, Any] = Field(
+        default_factory=dict, description="more DeepSpeed keys, e.g. {zero_optimization: {reduce_bucket_size: 2.0e8}}"
+    )
+    timeout_seconds: float = Field(1800, gt=0, description="how long a collective may wait before the run fails")
+
+
+class CheckpointConfig(Section):
+    every_steps: int = Field(1000, ge=1, description="steps between checkpoints; the last step always has one")
+    keep_last: int = Field(2, ge=1, description="how many of the newest checkpoints stay")
+    keep_every: int | None = Field(None, ge=1, description="checkpoints at multiples of this step are kept for good")
+
+
+class ValidationConfig(Section):
+    every_steps: int = Field(500, ge=1, description="steps between validations; the last step always has one")
+    batches: int = Field(8, ge=1, description="fixed global batches (of train.global_batch_tokens) per validation set")
+
+
+class Config(Section):
+    """The whole configuration; see the classes of its sections."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    qk_control: QkControlConfig = Field(default_factory=QkControlConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    data: DataConfig
+    train: TrainConfig
+    deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+
+
+def resolve_model(model: ModelConfig) -> ModelConfig:
+    """Fills the sizes that are null and follow from others (all but vocab_size, which the data decides)."""
+    ffn_dim = -(-8 * model.dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
+    derived = {
+        "num_kv_heads": model.num_kv_heads or model.num_heads,
+        "head_dim": model.head_dim or model.dim // model.num_heads,
+        "ffn_dim": model.ffn_dim or ffn_dim,
+    }
+    return model.model_copy(update=derived)
+
+
+def resolve(config: Config) -> Config:
+    """Fills every null that follows from other keys of the configuration."""
+    model = resolve_model(config.model)
+    data = config.data.model_copy(update={"seq_len": config.data.seq_len or model.max_seq_len})
+    return config.model_copy(update={"model": model, "data": data})

@@ -1,0 +1,39 @@
+"""Small file operations: hashing, and writing so that a file is either absent or complete."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+_CHUNK_BYTES = 1 << 22
+
+
+def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """Hex xxh3-128 of a file's content; `on_bytes` is told the size of every chunk read."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            on_bytes(len(chunk))
+    return digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names inside `folder` survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write `path` so that a crash at any moment leaves the old file, none, or the complete new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)

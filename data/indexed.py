@@ -1,0 +1,272 @@
+"""Megatron's indexed dataset, the shard format: `NAME.bin` holds tokens, `NAME.idx` says where they are.
+
+    NAME.bin    tokens of all sequences back to back, little-endian, no header
+    NAME.idx    magic "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | S u64 | D u64
+                lengths   int32[S]   tokens of each sequence
+                pointers  int64[S]   byte at which each sequence starts in NAME.bin
+                documents int64[D]   sequence at which each document starts, and S as the last entry
+
+A document is one or more sequences; D is therefore the number of documents plus one. The layout is that of
+`megatron/core/datasets/indexed_dataset.py` in Megatron-LM.
+"""
+
+import os
+import struct
+from array import array
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from data.errors import DataError
+from data.files import sync_folder
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_VERSION = 1
+_DTYPE_OF_CODE = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+_CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
+_UINT16_VOCAB_LIMIT = 65_500  # Megatron's `optimal_dtype`
+_MAX_SEQUENCE_TOKENS = 2**31 - 1
+_CHECKED_AT_ONCE = 1 << 22
+
+
+def bin_path(prefix: Path) -> Path:
+    """`NAME` → `NAME.bin`; a dot inside NAME is part of the name."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """`NAME` → `NAME.idx`; a dot inside NAME is part of the name."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The token type Megatron picks for a vocabulary: uint16 below 65,500 ids, int32 from there on."""
+    return np.dtype("<u2") if vocab_size < _UINT16_VOCAB_LIMIT else np.dtype("<i4")
+
+
+class IndexedShard:
+    """One shard, memory-mapped and read-only: a flat stream of tokens cut into documents.
+
+    Attributes:
+        prefix: path without `.bin` and `.idx`.
+        dtype: type of a token on disk.
+        num_tokens: tokens in the shard.
+        num_documents: documents in the shard, empty ones included.
+    """
+
+    def __init__(self, prefix: Path, tokens: np.ndarray, pointers: np.ndarray, documents: np.ndarray) -> None:
+        """For `open`, which has checked that the three arrays agree."""
+        self.prefix = prefix
+        self.dtype = tokens.dtype
+        self.num_tokens = len(tokens)
+        self.num_documents = len(documents) - 1
+        self._tokens = tokens
+        self._pointers = pointers
+        self._documents = documents
+
+    @classmethod
+    def open(cls, prefix: str | Path) -> "IndexedShard":
+        """Map a shard and check that its two files agree with each other.
+
+        Reads the whole `.idx` once (12 bytes a sequence, in bounded memory) and none of the tokens.
+
+        Raises:
+            DataError: a file is missing, truncated, too long, of another format, or inconsistent.
+        """
+        prefix = Path(prefix)
+        index, tokens_file = idx_path(prefix), bin_path(prefix)
+        num_index_bytes, num_token_bytes = _size_bytes(index), _size_bytes(tokens_file)
+
+        dtype, num_sequences, num_entries = _read_header(index, num_index_bytes)
+        expected_bytes = _HEADER.size + 12 * num_sequences + 8 * num_entries
+        if num_index_bytes != expected_bytes:
+            raise DataError(
+                f"{index}: {num_index_bytes:,} bytes found, {expected_bytes:,} expected for "
+                f"{num_sequences:,} sequences and {num_entries:,} document entries"
+            )
+        lengths = _map(index, np.dtype("<i4"), num_sequences, _HEADER.size)
+        pointers = _map(index, np.dtype("<i8"), num_sequences, _HEADER.size + 4 * num_sequences)
+        documents = _map(index, np.dtype("<i8"), num_entries, _HEADER.size + 12 * num_sequences)
+
+        expected_bytes = _check_pointers(index, lengths, pointers, dtype.itemsize)
+        if num_token_bytes != expected_bytes:
+            raise DataError(
+                f"{tokens_file}: {num_token_bytes:,} bytes found, {expected_bytes:,} expected by {index.name}"
+            )
+        _check_documents(index, documents, num_sequences)
+        tokens = _map(tokens_file, dtype, num_token_bytes // dtype.itemsize, 0)
+        return cls(prefix, tokens, pointers, documents)
+
+    @cached_property
+    def document_offsets(self) -> np.ndarray:
+        """Token at which each document starts, and `num_tokens` as the last entry: int64 [num_documents + 1].
+
+        Document i is `read(document_offsets[i], document_offsets[i + 1])`.
+        """
+        sequence_starts = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
+        return sequence_starts[self._documents]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens start … stop - 1 as a read-only view of the file, [stop - start] of `dtype`."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start:,} to {stop:,} of a shard with {self.num_tokens:,}")
+        return self._tokens[start:stop]
+
+
+class IndexedShardWriter:
+    """Writes one shard document by document; `close` makes it appear under its name, complete.
+
+    Until then the files carry a `.tmp` suffix, and leaving the `with` block by an exception removes them.
+    Memory: four bytes a document.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+        self.prefix = Path(prefix)
+        self.dtype = np.dtype(dtype)
+        self.num_tokens = 0
+        self._lengths = array("i")
+        self._bin_temporary = bin_path(self.prefix).with_suffix(".bin.tmp")
+        self._idx_temporary = idx_path(self.prefix).with_suffix(".idx.tmp")
+        self._bin_file: BinaryIO = self._bin_temporary.open("wb", buffering=1 << 20)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents added so far."""
+        return len(self._lengths)
+
+    def add_document(self, tokens: np.ndarray) -> None:
+        """Append one document, possibly empty, as one sequence.
+
+        Args:
+            tokens: ids [num_tokens] of any integer type; they must fit the shard's.
+
+        Raises:
+            DataError: an id does not fit the shard's type, or the document has 2³¹ tokens or more.
+        """
+        if len(tokens) > _MAX_SEQUENCE_TOKENS:
+            raise DataError(
+                f"{self.prefix}: a document of {len(tokens):,} tokens; the format allows {_MAX_SEQUENCE_TOKENS:,}"
+            )
+        stored = tokens.astype(self.dtype)
+        if stored.dtype != tokens.dtype and not np.array_equal(stored, tokens):
+            raise DataError(
+                f"{self.prefix}: token ids {tokens.min():,} to {tokens.max():,} do not fit {self.dtype}"
+            )
+        self._bin_file.write(stored.tobytes())
+        self._lengths.append(len(tokens))
+        self.num_tokens += len(tokens)
+
+    def close(self) -> None:
+        """Write the index, flush both files to disk and give them their names, the index last."""
+        _flush_and_close(self._bin_file)
+        with self._idx_temporary.open("wb") as file:
+            self._write_index(file)
+            _flush_and_close(file)
+        self._bin_temporary.replace(bin_path(self.prefix))
+        self._idx_temporary.replace(idx_path(self.prefix))
+        sync_folder(self.prefix.parent)
+
+    def abort(self) -> None:
+        """Remove the unfinished files."""
+        self._bin_file.close()
+        self._bin_temporary.unlink(missing_ok=True)
+        self._idx_temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> "IndexedShardWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    def _write_index(self, file: BinaryIO) -> None:
+        lengths = np.array(self._lengths, dtype="<i4")
+        stops = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
+        num_sequences = len(lengths)
+        code = _CODE_OF_DTYPE[self.dtype]
+        file.write(_HEADER.pack(_MAGIC, _VERSION, code, num_sequences, num_sequences + 1))
+        file.write(lengths.tobytes())
+        file.write((stops - lengths.astype("<i8") * self.dtype.itemsize).tobytes())
+        file.write(np.arange(num_sequences + 1, dtype="<i8").tobytes())
+
+
+def _size_bytes(path: Path) -> int:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; a shard is a .bin and an .idx of the same name")
+    return path.stat().st_size
+
+
+def _read_header(index: Path, num_bytes: int) -> tuple[np.dtype, int, int]:
+    """(token type, number of sequences, number of document entries) of an `.idx` file."""
+    if num_bytes < _HEADER.size:
+        raise DataError(f"{index}: {num_bytes:,} bytes found, a header of {_HEADER.size} expected")
+    with index.open("rb") as file:
+        magic, version, code, num_sequences, num_entries = _HEADER.unpack(file.read(_HEADER.size))
+    if magic != _MAGIC:
+        raise DataError(f"{index}: starts with {magic!r}, expected {_MAGIC!r}: not a Megatron index")
+    if version != _VERSION:
+        raise DataError(f"{index}: format version {version}, expected {_VERSION}")
+    dtype = _DTYPE_OF_CODE.get(code)
+    if dtype is None or dtype.kind == "f":
+        raise DataError(f"{index}: dtype code {code} is not an integer type")
+    return dtype, num_sequences, num_entries
+
+
+def _map(path: Path, dtype: np.dtype, count: int, offset_bytes: int) -> np.ndarray:
+    if count == 0:
+        return np.empty(0, dtype)  # an empty range cannot be mapped
+    # A plain view: slicing an np.memmap costs several times as much as slicing an array.
+    return np.memmap(path, dtype, "r", offset_bytes, (count,)).view(np.ndarray)
+
+
+def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
+    """Bytes that the `.bin` must have, after checking that its sequences lie back to back."""
+    num_bytes = 0
+    for first in range(0, len(lengths), _CHECKED_AT_ONCE):
+        sizes_bytes = lengths[first : first + _CHECKED_AT_ONCE].astype(np.int64) * itemsize
+        stops = num_bytes + np.cumsum(sizes_bytes)
+        wrong = (pointers[first : first + _CHECKED_AT_ONCE] != stops - sizes_bytes) | (sizes_bytes < 0)
+        if wrong.any():
+            sequence = first + int(wrong.argmax())
+            raise DataError(
+                f"{index}: sequence {sequence:,} has {lengths[sequence]:,} tokens at byte "
+                f"{pointers[sequence]:,}; byte {(stops - sizes_bytes)[sequence - first]:,} expected"
+            )
+        num_bytes = int(stops[-1])
+    return num_bytes
+
+
+def _check_documents(index: Path, documents: np.ndarray, num_sequences: int) -> None:
+    if len(documents) == 0 or documents[0] != 0 or documents[-1] != num_sequences:
+        raise DataError(f"{index}: document entries do not run from 0 to {num_sequences:,}, the sequences")
+    for first in range(0, len(documents), _CHECKED_AT_ONCE):
+        steps = np.diff(documents[first : first + _CHECKED_AT_ONCE + 1])
+        if (steps < 0).any():
+            entry = first + int((steps < 0).argmax())
+            raise DataError(
+                f"{index}: document {entry:,} starts at sequence {documents[entry]:,}, "
+                f"the next one before it at {documents[entry + 1]:,}"
+            )
+
+
+def _flush_and_close(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()

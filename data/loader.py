@@ -1,0 +1,280 @@
+"""Batches for one rank: which samples it reads at a step, reading them ahead, and the validation set.
+
+Shapes: B rows of a micro-batch, T tokens of a sequence, A micro-batches of a step (the accumulation).
+
+A step takes the next G samples of the order. They fill slots one after the other, micro-batch by
+micro-batch, each spread over the ranks; slots left over at the end are padding, whose targets are ignored:
+
+    G = 10, 2 ranks, B = 2, A = 3       rank 0      rank 1
+                        micro-batch 0   s0 s1       s2 s3
+                        micro-batch 1   s4 s5       s6 s7
+                        micro-batch 2   s8 s9       -- --
+
+So the same samples make up a step on any number of ranks and with any micro-batch size.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from data.errors import DataError
+from data.order import SampleOrder
+from data.source import TokenSource
+
+IGNORE = -100  # the target of padding; the default `ignore_index` of PyTorch's cross entropy
+
+
+@dataclass(frozen=True)
+class BatchGeometry:
+    """How a step's samples are laid out over ranks and micro-batches.
+
+    Attributes:
+        samples_per_step: G, the global batch in samples.
+        micro_batch_size: B, rows that a rank runs at once.
+        accumulation: A, micro-batches of a rank in a step.
+        world_size: number of ranks.
+
+    Raises:
+        DataError: a number below 1, or fewer slots than samples.
+    """
+
+    samples_per_step: int
+    micro_batch_size: int
+    accumulation: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise DataError(f"{name} is {value}; at least 1 expected")
+        if self.slots_per_step < self.samples_per_step:
+            raise DataError(
+                f"{self.samples_per_step:,} samples a step do not fit {self.world_size:,} ranks × micro-batches "
+                f"of {self.micro_batch_size:,} × {self.accumulation:,} accumulated = {self.slots_per_step:,}"
+            )
+
+    @property
+    def slots_per_step(self) -> int:
+        """Rows that all ranks together run in a step, padding included."""
+        return self.world_size * self.micro_batch_size * self.accumulation
+
+    def slots(self, rank: int) -> np.ndarray:
+        """Slots of a rank, int64 [A, B], ascending: (a · world_size + rank) · micro_batch_size + b.
+
+        Slot s holds the step's sample s, and padding from `samples_per_step` on.
+        """
+        assert 0 <= rank < self.world_size
+        micro_step = np.arange(self.accumulation).reshape(-1, 1)
+        row = np.arange(self.micro_batch_size)
+        return (micro_step * self.world_size + rank) * self.micro_batch_size + row
+
+
+def derive_accumulation(samples_per_step: int, micro_batch_size: int, world_size: int) -> int:
+    """The fewest micro-batches a rank that hold a step: ⌈G / (world_size · micro_batch_size)⌉."""
+    return -(-samples_per_step // (micro_batch_size * world_size))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass of one rank.
+
+    Attributes:
+        tokens: int64 [B, T].
+        targets: int64 [B, T], the token after each; `IGNORE` throughout in rows of padding.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+
+    def pin_memory(self) -> "MicroBatch":
+        """A copy in page-locked memory, which a GPU can fetch without waiting."""
+        return MicroBatch(self.tokens.pin_memory(), self.targets.pin_memory())
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank runs in one step.
+
+    Attributes:
+        micro_batches: A of them.
+        first_sample: index of the step's first sample, on whatever rank that is.
+        num_targets: target tokens of this rank, padding not counted.
+    """
+
+    micro_batches: list[MicroBatch]
+    first_sample: int
+    num_targets: int
+
+    def digest(self) -> str:
+        """Hex xxh3-64 of tokens and targets, to compare batches of two runs."""
+        digest = xxhash.xxh3_64()
+        for batch in self.micro_batches:
+            digest.update(batch.tokens.numpy())
+            digest.update(batch.targets.numpy())
+        return digest.hexdigest()
+
+
+class StepLoader:
+    """Endless iterator over a rank's steps, read ahead by a thread.
+
+    What step comes next depends on `first_sample` alone; nothing else has to be saved to resume. Use it as a
+    context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[TokenSource],
+        order: SampleOrder,
+        geometry: BatchGeometry,
+        seq_len: int,
+        rank: int,
+        first_sample: int,
+        vocab_size: int,
+        prefetch_steps: int = 2,
+        pin_memory: bool = False,
+    ) -> None:
+        """Args:
+            sources: in the order that `order` was made for.
+            order: the data order.
+            geometry: layout of a step.
+            seq_len: T, tokens of a sequence.
+            rank: this process, 0 … world_size - 1.
+            first_sample: samples consumed before; the first step starts there.
+            vocab_size: ids the model has; any other id in the data is an error.
+            prefetch_steps: steps read ahead, at least 1.
+            pin_memory: put batches into page-locked memory (needs CUDA).
+        """
+        assert prefetch_steps >= 1 and first_sample >= 0 and len(sources) == len(order.counts)
+        self._sources = sources
+        self._order = order
+        self._samples_per_step = geometry.samples_per_step
+        self._slots = geometry.slots(rank)
+        self._seq_len = seq_len
+        self._vocab_size = vocab_size
+        self._pin_memory = pin_memory
+        self._next_sample = first_sample
+        self._pending: deque[Future[StepBatch]] = deque()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="StepLoader")
+        for _ in range(prefetch_steps):
+            self._submit()
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        """The next step.
+
+        Raises:
+            DataError: a token id outside the vocabulary. The loader is closed by then.
+        """
+        if not self._pending:
+            raise StopIteration  # closed
+        try:
+            step = self._pending.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+        self._submit()
+        if self._pin_memory:
+            # Here and not in the thread, whose current device would be GPU 0 on every rank.
+            pinned = [batch.pin_memory() for batch in step.micro_batches]
+            step = StepBatch(pinned, step.first_sample, step.num_targets)
+        return step
+
+    def close(self) -> None:
+        """Stop reading ahead and wait for the thread to end. Safe to call twice."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._pending.clear()
+
+    def __enter__(self) -> "StepLoader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _submit(self) -> None:
+        self._pending.append(self._executor.submit(self._read_step, self._next_sample))
+        self._next_sample += self._samples_per_step
+
+    def _read_step(self, first_sample: int) -> StepBatch:
+        samples = first_sample + self._slots[self._slots < self._samples_per_step]
+        location = self._order.locate(samples)
+        reads = [
+            (self._sources[source], window)
+            for source, window in zip(location.source.tolist(), location.window.tolist(), strict=True)
+        ]
+        micro_batches = _read_micro_batches(reads, self._slots.shape, self._seq_len, self._vocab_size)
+        return StepBatch(micro_batches, first_sample, num_targets=len(reads) * self._seq_len)
+
+
+def validation_batches(
+    source: TokenSource,
+    seq_len: int,
+    num_samples: int,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    vocab_size: int,
+) -> Iterator[MicroBatch]:
+    """This rank's part of a fixed validation set: evenly spaced windows of a source.
+
+    The set is the same on any number of ranks: `num_samples` windows, or all there are if that is fewer. Every
+    rank gets the same number of micro-batches, filled up with padding, so that collective operations match.
+
+    Args:
+        source: what to validate on.
+        seq_len: T, tokens of a sequence.
+        num_samples: windows wanted over all ranks, at least 1.
+        micro_batch_size: B, rows of a micro-batch.
+        rank: this process, 0 … world_size - 1.
+        world_size: number of ranks.
+        vocab_size: ids the model has.
+
+    Raises:
+        DataError: the source is shorter than one window, or holds an id outside the vocabulary.
+    """
+    num_windows = source.num_windows(seq_len)
+    num_samples = min(num_samples, num_windows)
+    accumulation = derive_accumulation(num_samples, micro_batch_size, world_size)
+    geometry = BatchGeometry(num_samples, micro_batch_size, accumulation, world_size)
+    for slots in geometry.slots(rank):
+        windows = slots[slots < num_samples] * num_windows // num_samples
+        reads = [(source, window) for window in windows.tolist()]
+        yield from _read_micro_batches(reads, (1, micro_batch_size), seq_len, vocab_size)
+
+
+def _read_micro_batches(
+    reads: Sequence[tuple[TokenSource, int]], shape: tuple[int, ...], seq_len: int, vocab_size: int
+) -> list[MicroBatch]:
+    """Read windows into the first rows of micro-batches of `shape` = (A, B); the other rows are padding."""
+    num_micro_batches, micro_batch_size = shape
+    windows = np.zeros((num_micro_batches * micro_batch_size, seq_len + 1), np.int64)
+    for row, (source, window) in enumerate(reads):
+        source.read_window(window, seq_len, windows[row])
+    _check_ids(windows, reads, seq_len, vocab_size)
+    tokens = torch.from_numpy(windows[:, :-1].copy()).split(micro_batch_size)
+    windows[len(reads) :] = IGNORE
+    targets = torch.from_numpy(windows[:, 1:].copy()).split(micro_batch_size)
+    return [MicroBatch(*pair) for pair in zip(tokens, targets, strict=True)]
+
+
+def _check_ids(
+    windows: np.ndarray, reads: Sequence[tuple[TokenSource, int]], seq_len: int, vocab_size: int
+) -> None:
+    if windows.min() >= 0 and windows.max() < vocab_size:
+        return
+    row, column = np.argwhere((windows < 0) | (windows >= vocab_size))[0].tolist()
+    source, window = reads[row]
+    raise DataError(
+        f"{source.describe_offset(window * seq_len + column)} has id {windows[row, column]:,}; "
+        f"0 to {vocab_size - 1:,} expected for a vocabulary of {vocab_size:,}"
+    )

@@ -1,0 +1,141 @@
+"""`manifest.json`, beside the shards: what they hold, and how to tell that they are intact."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+from data.files import write_file
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+_VOCAB_MULTIPLE = 64  # rows of the embedding: a multiple of the tile that matrix kernels work in
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a source folder: its name, its size in bytes and its xxh3-128 in hex."""
+
+    name: str
+    size_bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Description of one split of a prepared data set, which is one folder.
+
+    Attributes:
+        split: this folder's split, "train" or "val".
+        splits: all splits made together; each is a sibling folder of that name.
+        num_documents, num_tokens: totals over the shards; tokens include one end-of-document id a document.
+        tokenizer_file: name of the tokenizer in this folder.
+        tokenizer_kind: how to read it, "sentencepiece".
+        tokenizer_sha256: hash of the tokenizer file.
+        vocab_size: ids the tokenizer has; every token is below it.
+        padded_vocab_size: `vocab_size` rounded up to a multiple of 64, for the model's embedding.
+        eod_id: id written after every document.
+        files: every other file of the folder, shards in reading order.
+        options: what the preparation was asked for.
+        input: number, size and hash of the input files.
+        format_version: of this file.
+    """
+
+    split: str
+    splits: tuple[str, ...]
+    num_documents: int
+    num_tokens: int
+    tokenizer_file: str
+    tokenizer_kind: str
+    tokenizer_sha256: str
+    vocab_size: int
+    padded_vocab_size: int
+    eod_id: int
+    files: tuple[FileRecord, ...]
+    options: dict[str, Any]
+    input: dict[str, Any]
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def shard_names(self) -> list[str]:
+        """Names of the shards, without `.bin`, in reading order."""
+        return [file.name.removesuffix(".bin") for file in self.files if file.name.endswith(".bin")]
+
+    def write(self, folder: Path) -> None:
+        """Write `manifest.json` into `folder`; it appears complete or not at all."""
+        text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
+        write_file(folder / MANIFEST_NAME, (text + "\n").encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read `folder`'s manifest.
+
+        Raises:
+            DataError: it is missing, not JSON, of another format version, or a field is missing, unknown or
+                of the wrong type.
+        """
+        path = folder / MANIFEST_NAME
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DataError(f"{path}: no such file; {_hint(folder)}") from None
+        except ValueError as error:
+            raise DataError(f"{path}: not valid JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise DataError(f"{path}: a JSON object expected, {type(content).__name__} found")
+        if content.get("format_version") != FORMAT_VERSION:
+            raise DataError(
+                f"{path}: format_version {content.get('format_version')}, expected {FORMAT_VERSION}"
+            )
+        _check_fields(path, content, _FIELD_TYPES)
+        for record in content["files"]:
+            _check_fields(path, record, _RECORD_TYPES)
+        content["files"] = tuple(FileRecord(**record) for record in content["files"])
+        content["splits"] = tuple(content["splits"])
+        return cls(**content)
+
+
+def pad_vocab_size(vocab_size: int) -> int:
+    """`vocab_size` rounded up to a multiple of 64."""
+    return -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+
+
+_FIELD_TYPES: Mapping[str, type] = {
+    "split": str,
+    "splits": list,
+    "num_documents": int,
+    "num_tokens": int,
+    "tokenizer_file": str,
+    "tokenizer_kind": str,
+    "tokenizer_sha256": str,
+    "vocab_size": int,
+    "padded_vocab_size": int,
+    "eod_id": int,
+    "files": list,
+    "options": dict,
+    "input": dict,
+    "format_version": int,
+}
+_RECORD_TYPES: Mapping[str, type] = {"name": str, "size_bytes": int, "xxh3": str}
+
+
+def _check_fields(path: Path, content: object, types: Mapping[str, type]) -> None:
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: an object with {', '.join(types)} expected, {content!r} found")
+    if unknown := sorted(content.keys() - types.keys()):
+        raise DataError(f"{path}: unknown field {unknown[0]!r}")
+    for name, kind in types.items():
+        if name not in content:
+            raise DataError(f"{path}: field {name!r} is missing")
+        if type(content[name]) is not kind:
+            raise DataError(f"{path}: field {name!r} is {content[name]!r}, expected {kind.__name__}")
+
+
+def _hint(folder: Path) -> str:
+    """Where the shards may be instead."""
+    if splits := sorted(child.parent.name for child in folder.glob(f"*/{MANIFEST_NAME}")):
+        return f"did you mean {' or '.join(str(folder / split) for split in splits)}?"
+    return "a source is a folder made by data.prepare, or the path of a .bin/.idx pair without its suffix"

@@ -1,0 +1,204 @@
+"""The order of the training data: a pure function from sample index to (source, epoch, window).
+
+There is nothing to build, store or replay. A run that resumes at sample 500,000,000 evaluates the function
+there, and every rank, on any number of ranks, evaluates the same one.
+
+1. Which source? Samples come in blocks of 4,096. A block holds a fixed number of samples of each source, in
+   proportion to the weights, in an order of its own:
+
+       sample index    0 ............. 4095 | 4096 ............. 8191 | 8192 ...
+       source          A B A A C A B A ...  | B A A A C A A B ...     |            weights 6 : 1.5 : 0.5
+       per block       A 3072, B 768, C 256 | A 3072, B 768, C 256    |
+
+2. Which sample of that source? Counting the source's samples from the start of the run takes one product:
+
+       rank = block · count + (samples of the same source that stand earlier in the block)
+
+3. Which window? One epoch is one pass over the source's windows, each epoch in an order of its own:
+
+       epoch  = rank // num_windows
+       window = permutation(seed, source, epoch)[rank % num_windows]
+
+The permutation is computed a point at a time with a small cipher whose domain is the windows: the generalised
+Feistel network of Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 5, made to
+fit exactly with their cycle walking, section 4. An index x below n is split into two digits of base
+w = ⌈√n⌉, and the rounds add a keyed hash of one digit to the other:
+
+       x = left · w + right           left ──────(+)──── right'
+                                                  │ mod w          (left, right) ← (right, left + F(right))
+                                      right ──┬── F
+                                              └───────── left'
+
+Each round can be undone, so the network permutes 0 … w² - 1. That is at most 2·√n + 1 more than n values; an
+x that lands on one of those goes through the network again until it comes back below n. Following its
+cycle, it must: the cycle started below n.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.errors import DataError
+
+BLOCK_SAMPLES = 4096
+_NUM_ROUNDS = 8
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+# What a key is for. Distinct, so that no two uses of one seed share a stream.
+_SOURCE_ORDER, _WINDOW_ORDER = 0, 1
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where samples are: three int64 arrays of the shape of the question.
+
+    Attributes:
+        source: position in the list of sources.
+        epoch: passes over that source already finished, from 0.
+        window: window of the source, to be read with `TokenSource.read_window`.
+    """
+
+    source: np.ndarray
+    epoch: np.ndarray
+    window: np.ndarray
+
+
+class SampleOrder:
+    """The order for given sources, weights and seed.
+
+    Attributes:
+        counts: samples of each source in a block of 4,096: int64 [num_sources].
+    """
+
+    def __init__(self, num_windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
+        """Args:
+            num_windows: windows of each source, at least 1.
+            weights: share of the samples that each source gets, in any unit.
+            seed: any integer; only its lowest 64 bits count.
+
+        Raises:
+            DataError: no source, more than 4,096, or a weight that is not a positive number.
+        """
+        assert len(num_windows) == len(weights) and min(num_windows, default=1) >= 1
+        self.counts = samples_per_block(weights)
+        self._num_windows = np.array(num_windows, np.uint64)
+        self._seed = seed
+        # A block before it is shuffled: source 0 repeated, then source 1, …
+        self._sorted_sources = np.repeat(np.arange(len(weights)), self.counts)
+        starts = np.cumsum(self.counts) - self.counts
+        self._sorted_ranks = np.arange(BLOCK_SAMPLES) - np.repeat(starts, self.counts)
+
+    def locate(self, samples: np.ndarray) -> Location:
+        """Evaluate the order at sample indices of any shape, number and sequence.
+
+        Costs about 0.1 ms for each block of 4,096 that the samples touch, and 1 µs a sample.
+        """
+        samples = np.asarray(samples, np.int64)
+        blocks, positions = np.divmod(samples, BLOCK_SAMPLES)
+        source = np.empty_like(samples)
+        rank = np.empty_like(samples)
+        for block in np.unique(blocks):
+            here = blocks == block
+            block_sources, block_ranks = self._lay_out_block(int(block))
+            source[here] = block_sources[positions[here]]
+            rank[here] = block * self.counts[source[here]] + block_ranks[positions[here]]
+        epoch, index = np.divmod(rank, self._num_windows[source].astype(np.int64))
+        key = _derive_key(self._seed, _WINDOW_ORDER, source, epoch)
+        return Location(source, epoch, permute(index, self._num_windows[source], key))
+
+    def _lay_out_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """(source, samples of it earlier in the block) of each position: two int64 [4096]."""
+        keys = _mix(_derive_key(self._seed, _SOURCE_ORDER, block) + _count(BLOCK_SAMPLES) * _GOLDEN)
+        sources = self._sorted_sources[np.argsort(keys, kind="stable")]
+        ranks = np.empty_like(sources)
+        # A stable sort lists the positions of source 0 in order, then those of source 1, …
+        ranks[np.argsort(sources, kind="stable")] = self._sorted_ranks
+        return sources, ranks
+
+
+def samples_per_block(weights: Sequence[float]) -> np.ndarray:
+    """Samples of each source in a block of 4,096, by the largest remainder and at least 1: int64 [num_sources].
+
+    Each source first gets the whole part of its exact share (or 1); what is left over or missing is then
+    settled one sample at a time with whichever source is furthest from its share.
+
+    Raises:
+        DataError: no source, more than 4,096, or a weight that is not a positive number.
+    """
+    if not 1 <= len(weights) <= BLOCK_SAMPLES:
+        raise DataError(f"{len(weights):,} sources; 1 to {BLOCK_SAMPLES:,} expected")
+    for position, weight in enumerate(weights):
+        if not (weight > 0 and math.isfinite(weight)):
+            raise DataError(f"weight {weight} of source {position}: a positive number expected")
+    largest = max(weights)
+    relative = [weight / largest for weight in weights]  # so that the sum cannot overflow
+    shares = np.array(relative) / math.fsum(relative) * BLOCK_SAMPLES
+    counts = np.maximum(shares.astype(np.int64), 1)
+    while (missing := BLOCK_SAMPLES - counts.sum()) != 0:
+        if missing > 0:
+            counts[np.argmax(shares - counts)] += 1
+        else:
+            counts[np.argmax(np.where(counts > 1, counts - shares, -np.inf))] -= 1
+    return counts
+
+
+def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Keyed permutations, evaluated elementwise: for fixed size and key, a bijection of 0 … size - 1.
+
+    Args:
+        index: points, each below its size.
+        size: sizes of the permuted ranges, at least 1 and at most 2⁶².
+        key: 64-bit keys. The three broadcast against each other.
+
+    Returns:
+        The images of the points: int64, of the common shape.
+    """
+    shape = np.broadcast_shapes(np.shape(index), np.shape(size), np.shape(key))
+    point, size, key = (
+        np.broadcast_to(np.asarray(value).astype(np.uint64), shape).reshape(-1) for value in (index, size, key)
+    )
+    result = _feistel(point, size, key)
+    # Cycle walking: nearly always none are left, and each turn leaves far fewer.
+    while (outside := np.flatnonzero(result >= size)).size:
+        result[outside] = _feistel(result[outside], size[outside], key[outside])
+    return result.astype(np.int64).reshape(shape)
+
+
+def _feistel(point: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """A permutation of 0 … w² - 1 for w = ⌈√size⌉: uint64 [N] in and out."""
+    width = _ceil_sqrt(size)
+    left, right = point // width, point % width
+    for round_key in _derive_key(key[None], np.arange(_NUM_ROUNDS).reshape(-1, 1)):
+        # The hash's upper half times w, shifted, is a number below w: a division saved.
+        shift = ((_mix(right ^ round_key) >> np.uint64(32)) * width) >> np.uint64(32)
+        left, right = right, (left + shift) % width
+    return left * width + right
+
+
+def _ceil_sqrt(size: np.ndarray) -> np.ndarray:
+    root = np.sqrt(size.astype(np.float64)).astype(np.uint64)
+    # The float root may be off by one either way.
+    root -= root * root > size
+    return root + (root * root < size)
+
+
+def _derive_key(*parts: int | np.ndarray) -> np.ndarray:
+    """64-bit hash of a sequence of integers or arrays of them, elementwise: uint64, at least one-dimensional."""
+    key = np.zeros(1, np.uint64)
+    for part in parts:
+        if isinstance(part, int):
+            part = np.array([part % 2**64], np.uint64)
+        key = _mix((key ^ part.astype(np.uint64)) + _GOLDEN)
+    return key
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64, a bijection of 64-bit words (Steele, Lea & Flood, OOPSLA 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _count(number: int) -> np.ndarray:
+    return np.arange(number, dtype=np.uint64)

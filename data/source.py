@@ -1,0 +1,103 @@
+"""A source: tokens that one entry of `data.sources` points to, whatever number of shards they are in.
+
+    shards     | train-00000     | train-00001   | train-00002        |     laid end to end
+    windows    |   0   |   1   |   2   |   3   |   4   |   5   |  ..        seq_len tokens each
+    reads      |--------|                                                   seq_len + 1 tokens: window 0 ends
+                       |--------|                                           on the first token of window 1
+
+The last token of a read is only ever a target, so that every token but the very first is a target once an
+epoch (apart from a remainder of fewer than seq_len tokens at the end).
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import DataError
+from data.indexed import IndexedShard, bin_path, idx_path
+from data.manifest import Manifest
+
+
+class TokenSource:
+    """The shards of one source as one stream of tokens.
+
+    Attributes:
+        path: as given.
+        name: for logs. A split's folder is named after the data set and not after the split:
+            `corpus/train` and `corpus/val` are both "corpus".
+        manifest: None for shards that were prepared elsewhere.
+        shards: in reading order.
+        num_tokens: over all shards.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest | None, shards: list[IndexedShard]) -> None:
+        """For `open`."""
+        self.path = path
+        self.manifest = manifest
+        self.shards = shards
+        self.name = path.name
+        if manifest is not None and path.name == manifest.split:
+            self.name = path.absolute().parent.name
+        # Token at which each shard starts, and the total: int64 [num_shards + 1].
+        self._starts = np.cumsum([0] + [shard.num_tokens for shard in shards])
+        self.num_tokens = int(self._starts[-1])
+
+    @classmethod
+    def open(cls, path: str | Path) -> "TokenSource":
+        """Open a folder that holds shards and their manifest, or a Megatron pair `PATH.bin`, `PATH.idx`.
+
+        The suffix of a pair may be given too. Sizes are checked, hashes are not (`data.inspect` does that).
+
+        Raises:
+            DataError: nothing there, or the manifest or a shard is missing, damaged or not what the other says.
+        """
+        path = Path(path)
+        if path.is_dir():
+            manifest = Manifest.read(path)
+            shards = [IndexedShard.open(path / name) for name in manifest.shard_names]
+            source = cls(path, manifest, shards)
+            if source.num_tokens != manifest.num_tokens:
+                raise DataError(
+                    f"{path}: {source.num_tokens:,} tokens in the shards, {manifest.num_tokens:,} in the manifest"
+                )
+            return source
+        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        if not bin_path(prefix).exists() and not idx_path(prefix).exists():
+            raise DataError(f"{path}: neither a folder with a manifest.json nor a {prefix.name}.bin/.idx pair")
+        return cls(prefix, None, [IndexedShard.open(prefix)])
+
+    def num_windows(self, seq_len: int) -> int:
+        """Windows of `seq_len` tokens that have a target for every token.
+
+        Raises:
+            DataError: there is not even one.
+        """
+        if self.num_tokens <= seq_len:
+            raise DataError(
+                f"{self.path}: {self.num_tokens:,} tokens; a sequence of {seq_len:,} needs at least {seq_len + 1:,}"
+            )
+        return (self.num_tokens - 1) // seq_len
+
+    def read_window(self, window: int, seq_len: int, out: np.ndarray) -> None:
+        """Copy tokens window·seq_len … (window + 1)·seq_len, both included, into `out` [seq_len + 1]."""
+        start = window * seq_len
+        stop = start + seq_len + 1
+        shard = self._shard_of(start)
+        filled = 0
+        while start < stop:
+            shard_start = int(self._starts[shard])
+            shard_stop = min(stop, int(self._starts[shard + 1]))
+            count = shard_stop - start
+            out[filled : filled + count] = self.shards[shard].read(start - shard_start, shard_stop - shard_start)
+            filled += count
+            start = shard_stop
+            shard += 1
+
+    def describe_offset(self, token_offset: int) -> str:
+        """Where token `token_offset` of the source is: "FILE: token N", counted within that file."""
+        shard = self._shard_of(token_offset)
+        return f"{bin_path(self.shards[shard].prefix)}: token {token_offset - int(self._starts[shard]):,}"
+
+    def _shard_of(self, token_offset: int) -> int:
+        # side="right" steps over empty shards, which start where their successor does.
+        return int(np.searchsorted(self._starts, token_offset, side="right")) - 1

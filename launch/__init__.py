@@ -1,0 +1,1 @@
+"""Everything about running: topology, engine, schedule, checkpoints, metrics, and the command-line tools."""

@@ -1,0 +1,374 @@
+"""The DeepSpeed engine of one rank: start, one training step, validation, and what its ranks report.
+
+Only this module imports DeepSpeed. Nothing here waits for a GPU: what a step measures is gathered on
+the device, copied to the host in the background, and read one step later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import random
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from data.loader import MicroBatch, StepBatch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from configs.schema import Config
+from launch.deepspeed_config import deepspeed_config
+from launch.errors import RunError
+from launch.optimizer import build_optimizer
+from launch.shards import Shard, local_shards, publish_masters
+from launch.timing import Stopwatch
+from launch.topology import Topology, threads_per_rank
+from model.gpt import GPT
+from model.initialisation import init_parameter, initialise
+from model.parameters import collect_specs
+from model.stability.groups import group_names
+
+NUM_FIXED_COLUMNS = 9  # columns of a rank's report before the groups' squared gradient norms
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What all ranks measured in one step.
+
+    Attributes:
+        loss: cross-entropy in nats per target token, over the whole global batch.
+        z_loss: mean squared logsumexp of the logits, unweighted (0 when it is off).
+        num_targets: target tokens of the global batch.
+        grad_norm: global gradient norm before clipping; group_grad_norms: the same for every parameter group.
+        step_applied: whether the optimizer changed the weights.
+        bad_ranks: ranks whose own loss was not finite.
+        forward_seconds, data_seconds: per rank; the forward time is that of the step before.
+        memory_bytes: per rank; allocated peak on GPU, resident on CPU.
+        stop_requested: whether any rank was asked to stop.
+    """
+
+    loss: float
+    z_loss: float
+    num_targets: int
+    grad_norm: float
+    group_grad_norms: dict[str, float]
+    step_applied: bool
+    bad_ranks: tuple[int, ...]
+    forward_seconds: tuple[float, ...]
+    data_seconds: tuple[float, ...]
+    memory_bytes: tuple[float, ...]
+    stop_requested: bool
+
+
+class PendingReport:
+    """The gathered rows of a step on their way to the host."""
+
+    def __init__(self, rows: Tensor, group_names: list[str], replicated: bool) -> None:
+        self._group_names = group_names
+        self._replicated = replicated
+        self._event: torch.cuda.Event | None = None
+        if rows.is_cuda:
+            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            host.copy_(rows, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+            rows = host
+        self._rows = rows
+
+    def read(self) -> StepReport:
+        """Waits for the copy (done long ago when read one step late)."""
+        if self._event is not None:
+            self._event.synchronize()
+        rows = self._rows.tolist()
+        loss_sum, z_sum, num_targets, grad_norm, applied, stop, forward, data, memory, *squares = zip(
+            *rows, strict=True
+        )
+        targets = int(sum(num_targets))
+        copies = len(rows) if self._replicated else 1
+        clipped = [math.sqrt(sum(column) / copies) for column in squares]
+        total = math.sqrt(sum(norm**2 for norm in clipped))
+        # The optimizer sees clipped gradients; DeepSpeed's norm is the one before clipping (-1 where it has none).
+        global_norm = grad_norm[0] if grad_norm[0] >= 0 or math.isnan(grad_norm[0]) else total
+        unclip = global_norm / total if total > 0 else 1.0
+        return StepReport(
+            loss=sum(loss_sum) / targets,
+            z_loss=sum(z_sum) / targets,
+            num_targets=targets,
+            grad_norm=global_norm,
+            group_grad_norms={
+                name: norm * unclip for name, norm in zip(self._group_names, clipped, strict=True)
+            },
+            step_applied=all(applied),
+            bad_ranks=tuple(rank for rank, value in enumerate(loss_sum) if not math.isfinite(value)),
+            forward_seconds=forward,
+            data_seconds=data,
+            memory_bytes=memory,
+            stop_requested=any(stop),
+        )
+
+
+def start_distributed(topology: Topology, config: Config) -> torch.device:
+    """Joins the process group, seeds every generator and returns this rank's device."""
+    threads = threads_per_rank(os.environ, topology.local_world_size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        if topology.local_rank >= torch.cuda.device_count():
+            raise RunError(f"LOCAL_RANK={topology.local_rank}, but this node has {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", topology.local_rank)
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+    _join_process_group(topology, device, timedelta(seconds=config.deepspeed.timeout_seconds))
+    _seed_everything(config.run.seed, config.run.deterministic)
+    return device
+
+
+def _join_process_group(topology: Topology, device: torch.device, timeout: timedelta) -> None:
+    # DeepSpeed's own calls of torch's older collective names would print a warning at every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    # DeepSpeed reads these itself; only its launcher and torchrun set all of them.
+    os.environ.update(
+        RANK=str(topology.rank),
+        LOCAL_RANK=str(topology.local_rank),
+        WORLD_SIZE=str(topology.world_size),
+        MASTER_ADDR=topology.master_addr,
+        MASTER_PORT=str(topology.master_port),
+    )
+    # DeepSpeed clones groups with torch's default timeout, whatever it is told; so the default itself is set.
+    dist.distributed_c10d.default_pg_timeout = timeout
+    dist.distributed_c10d.default_pg_nccl_timeout = timeout
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        init_method="env://",
+        rank=topology.rank,
+        world_size=topology.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _seed_everything(seed: int, deterministic: bool) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("highest" if deterministic else "high")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def stop_distributed() -> None:
+    """Leaves the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Imports DeepSpeed quietly; its import takes seconds, so it comes late."""
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    import deepspeed
+    from deepspeed.ops import __compatible_ops__
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # Building this CPU op takes minutes, and a killed build leaves a lock on which every later start hangs.
+    __compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def build_model(config: Config, topology: Topology, device: torch.device) -> GPT:
+    """The model with its initial weights, which are the same at every ZeRO stage and number of ranks. Collective.
+
+    At stage 3 the model is never whole in memory: each parameter is drawn, and then split over the ranks.
+    """
+    activation_checkpointing = config.train.activation_checkpointing
+    if config.deepspeed.zero_stage < 3:
+        with device:
+            model = GPT(config.model, activation_checkpointing)
+        initialise(model, config.run.seed)
+        return model
+    deepspeed = import_deepspeed(device)
+    deepspeed.init_distributed(verbose=False)
+    settings = deepspeed_config(config, topology.world_size, accumulation=1, num_parameters=0)
+    with deepspeed.zero.Init(config_dict_or_path=settings):
+        model = GPT(config.model, activation_checkpointing)
+    specs = collect_specs(model)
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if topology.is_main:
+                init_parameter(name, parameter, specs[name], config.run.seed)
+    return model
+
+
+class Engine:
+    """The DeepSpeed engine with our groups, rates and measurements.
+
+    Attributes:
+        device: where this rank computes.
+        groups: parameter names of every optimizer group.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: Config, topology: Topology, device: torch.device, accumulation: int
+    ) -> None:
+        self.device = device
+        self.groups = group_names(collect_specs(model))
+        self._config = config
+        self._topology = topology
+        self._replicated = config.deepspeed.zero_stage == 0
+        self._squares: dict[str, Tensor] = {}
+        self._used_rates: dict[str, float] = {}
+        self._forward_watch = Stopwatch(device)
+        deepspeed = import_deepspeed(device)
+        deepspeed.init_distributed(verbose=False)
+        num_parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
+        settings = deepspeed_config(config, topology.world_size, accumulation, num_parameters)
+        optimizer = build_optimizer(model, collect_specs(model), config)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints memory tables whatever its log level
+            self._engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        if config.train.compile:
+            self.module.compile_blocks()
+        self.base_optimizer: torch.optim.Optimizer = self._engine.basic_optimizer
+        self.base_optimizer.register_step_pre_hook(self._before_base_step)
+
+    @property
+    def module(self) -> Any:
+        """The model that DeepSpeed runs."""
+        return self._engine.module
+
+    @property
+    def world_size(self) -> int:
+        return self._topology.world_size
+
+    @property
+    def rank(self) -> int:
+        return self._topology.rank
+
+    def shards(self) -> list[Shard]:
+        """This rank's pieces of the fp32 master weights."""
+        return local_shards(self._engine)
+
+    def publish_masters(self) -> None:
+        """After the masters were changed from outside: brings the working weights in line. Collective."""
+        publish_masters(self._engine)
+
+    def train_step(
+        self, batch: StepBatch, rates: dict[str, float], data_seconds: float, stop_requested: bool
+    ) -> PendingReport:
+        """Forward and backward passes over the micro-batches, then one optimizer step. Collective.
+
+        The gradient is that of the mean loss over the target tokens of the whole global batch, on any number of
+        ranks: each rank scales its sums by ranks / targets, and DeepSpeed averages over the ranks.
+
+        Args:
+            batch: this rank's micro-batches.
+            rates: the learning rate of every group.
+            data_seconds: how long this rank waited for the batch.
+            stop_requested: reported to all ranks.
+
+        Raises:
+            RunError: the optimizer used another rate than it was given.
+        """
+        self._set_rates(rates)
+        forward_seconds = self._forward_watch.take()
+        num_targets = torch.tensor(float(batch.num_targets), device=self.device)
+        dist.all_reduce(num_targets)
+        scale = self.world_size / num_targets
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        z_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro_batch in batch.micro_batches:
+            self._forward_watch.start()
+            objective, cross_entropy, z_loss = self._forward(micro_batch)
+            self._forward_watch.stop()
+            loss_sum += cross_entropy
+            z_sum += z_loss
+            self._engine.backward(objective * scale, scale_wrt_gas=False)
+            self._engine.step()
+        if self._engine.was_step_applied() and self._used_rates != rates:
+            raise RunError(f"the optimizer used the learning rates {self._used_rates}, but {rates} were set")
+        host_values = [
+            batch.num_targets,
+            -1.0,
+            self._engine.was_step_applied(),
+            stop_requested,
+            forward_seconds,
+            data_seconds,
+            self._memory_bytes(),
+        ]
+        return self._gather(loss_sum, z_sum, host_values)
+
+    def evaluate(self, batches: Iterable[MicroBatch]) -> float:
+        """Cross-entropy in nats per target over all ranks' batches; every rank passes equally many. Collective."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self._engine.eval()
+        with torch.no_grad():
+            for micro_batch in batches:
+                _, cross_entropy, _ = self._forward(micro_batch)
+                sums[0] += cross_entropy
+                sums[1] += (micro_batch.targets >= 0).sum().to(self.device, non_blocking=True)
+        self._engine.train()
+        dist.all_reduce(sums)
+        loss_sum, num_targets = sums.tolist()
+        return float(loss_sum / num_targets)
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> whole shape of every parameter (ZeRO-3 hides it behind an empty tensor)."""
+        parameters = self.module.named_parameters()
+        return {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in parameters}
+
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = micro_batch.tokens.to(self.device, non_blocking=True)
+        targets = micro_batch.targets.to(self.device, non_blocking=True)
+        objective, cross_entropy, z_loss = self._engine(tokens, targets, self._config.train.z_loss)
+        return objective, cross_entropy, z_loss
+
+    def _set_rates(self, rates: dict[str, float]) -> None:
+        self._used_rates = {}
+        self._squares = {}
+        for group in self.base_optimizer.param_groups:
+            group["lr"] = rates[group["name"]]
+
+    def _before_base_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Notes the rates that the optimizer is about to use and the squared norms of its (clipped) gradients.
+
+        DeepSpeed calls the base optimizer once in all, once per group, or once per sub-group, by stage.
+        """
+        for group in optimizer.param_groups:
+            name = group["name"]
+            for flat in group["params"]:
+                if flat.grad is not None:
+                    square = flat.grad.detach().float().square().sum(dtype=torch.float64)
+                    self._squares[name] = self._squares.get(name, 0.0) + square
+                    self._used_rates[name] = group["lr"]
+
+    def _gather(self, loss_sum: Tensor, z_sum: Tensor, host_values: list[Any]) -> PendingReport:
+        names = [group.value for group in self.groups]
+        row = torch.tensor([0.0, 0.0, *map(float, host_values), *[0.0] * len(names)], dtype=torch.float64)
+        assert row.numel() == NUM_FIXED_COLUMNS + len(names)
+        row = row.to(self.device, non_blocking=True)
+        row[0], row[1] = loss_sum, z_sum
+        norm = self._engine.get_global_grad_norm()
+        if norm is not None and self._config.optim.grad_clip > 0:
+            row[3] = norm
+        for column, name in enumerate(names, start=NUM_FIXED_COLUMNS):
+            row[column] = self._squares.get(name, 0.0)
+        rows = row.new_empty(self.world_size * row.numel())
+        dist.all_gather_into_tensor(rows, row)
+        return PendingReport(rows.view(self.world_size, -1), names, self._replicated)
+
+    def _memory_bytes(self) -> float:
+        if self.device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated())
+        return float(psutil.Process().memory_info().rss)

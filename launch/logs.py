@@ -1,0 +1,35 @@
+"""Where messages go: rank 0 to the screen and log.txt, other ranks' warnings to rank_N.log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+
+class _ScreenHandler(logging.Handler):
+    """Prints above a progress bar, if one is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stdout)
+        sys.stdout.flush()
+
+
+def start_screen_log(is_main: bool) -> None:
+    """Shows messages on rank 0's screen; other ranks are silent."""
+    root = logging.getLogger("launch")
+    root.setLevel(logging.INFO if is_main else logging.WARNING)
+    root.propagate = False
+    if is_main:
+        handler = _ScreenHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        root.addHandler(handler)
+
+
+def start_file_log(path: Path) -> None:
+    """Also appends messages, with their time, to a file that is made at the first one."""
+    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger("launch").addHandler(handler)

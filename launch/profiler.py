@@ -1,0 +1,61 @@
+"""A torch profiler trace of a few steps, for TensorBoard or Perfetto, and a memory snapshot."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.schema import ProfileConfig
+
+log = logging.getLogger(__name__)
+MAX_TABLE_ROWS = 40
+
+
+class StepProfiler:
+    """Profiles steps [start_step, start_step + steps); does nothing without a configuration.
+
+    Writes into `folder`: `rank_N.STEP.pt.trace.json`; on GPU `memory_rank_N.pickle` (open it at
+    pytorch.org/memory_viz), on CPU `memory_rank_N.txt`, the operators that allocated most.
+    """
+
+    def __init__(self, config: ProfileConfig | None, folder: Path, rank: int, device: torch.device) -> None:
+        self._config = config
+        self._folder = folder
+        self._rank = rank
+        self._device = device
+        self._profiler: Any = None
+
+    def before_step(self, step: int) -> None:
+        """Starts at the first profiled step (0-based)."""
+        if self._config is None or step != self._config.start_step:
+            return
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            torch.cuda.memory._record_memory_history()
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
+        self._profiler.start()
+
+    def after_step(self, step: int) -> None:
+        """Stops after the last profiled step and writes the files."""
+        if self._profiler is None or self._config is None:
+            return
+        if step + 1 < self._config.start_step + self._config.steps:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._profiler.stop()
+        trace = self._folder / f"rank_{self._rank}.{self._config.start_step}.pt.trace.json"
+        self._profiler.export_chrome_trace(str(trace))
+        if self._device.type == "cuda":
+            snapshot = self._folder / f"memory_rank_{self._rank}.pickle"
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        else:
+            snapshot = self._folder / f"memory_rank_{self._rank}.txt"
+            table = self._profiler.key_averages().table("self_cpu_memory_usage", row_limit=MAX_TABLE_ROWS)
+            snapshot.write_text(table, encoding="utf-8")
+        self._profiler = None
+        log.info("profile of %d steps: %s and %s", self._config.steps, trace, snapshot)

@@ -1,0 +1,273 @@
+"""The training loop: steps, validation, checkpoints, and leaving together."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data.loader import BatchGeometry
+
+from configs.schema import Config
+from launch.checkpoint import (
+    choose_checkpoint,
+    clean_leftovers,
+    optimizer_scalars,
+    optimizer_tensor_kinds,
+    prune_checkpoints,
+    restore,
+    save_checkpoint,
+)
+from launch.checkpoint_files import TrainingState, find_checkpoint, find_faults, list_checkpoints, read_state
+from launch.collective import on_main_rank
+from launch.engine import Engine, PendingReport, StepReport
+from launch.errors import EXIT_DONE, EXIT_STOPPED, RunError, SharedError
+from launch.hardware import device_peak_flops
+from launch.metrics import Recorder, step_record
+from launch.optimizer import group_rates
+from launch.profiler import StepProfiler
+from launch.run_folder import RunFolder, mark_done
+from launch.stop import StopRequest
+from launch.timing import Interval
+from launch.training_data import TrainingData, fixed_batches, sequence_length, training_batches
+from model.flops import flops_per_token
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _PendingStep:
+    """A step whose report has not been read yet."""
+
+    step: int
+    rates: dict[str, float]
+    interval: Interval
+    report: PendingReport
+
+
+class Trainer:
+    """Runs the steps of one process; all ranks run the same ones.
+
+    Args:
+        config: resolved, with the vocabulary size.
+        geometry: layout of a global batch.
+    """
+
+    def __init__(
+        self, config: Config, folder: RunFolder, data: TrainingData, geometry: BatchGeometry, engine: Engine
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._data = data
+        self._geometry = geometry
+        self._engine = engine
+        self._is_main = engine.rank == 0
+        self._last_step = config.train.stop_step or config.train.steps
+        self._peak_flops = device_peak_flops(engine.device, config.train.precision)
+        self._flops_per_token = flops_per_token(config.model, sequence_length(config))
+        self._first_step = 0
+        self._consumed_samples = 0
+        self._loss = math.nan
+        self._val_losses: dict[str, float] = {}
+
+    def restore(self) -> None:
+        """Goes on from a checkpoint, starts from another run's weights, or starts afresh. Collective.
+
+        Raises:
+            RunError: a checkpoint that was asked for cannot be used.
+        """
+        checkpoints = self._folder.checkpoints
+        if self._is_main:
+            clean_leftovers(checkpoints)
+        chosen = choose_checkpoint(
+            self._config.run.resume, checkpoints, self._engine.rank, self._engine.world_size
+        )
+        if chosen is not None:
+            self._check_tokenizer(chosen)
+            state = restore(self._engine, chosen)
+            if state.step > self._last_step:
+                raise SharedError(
+                    f"{chosen} is at step {state.step}, beyond the last step {self._last_step} (train.steps, "
+                    "train.stop_step)"
+                )
+            self._first_step = state.step
+            self._consumed_samples = state.consumed_samples
+            self._loss, self._val_losses = state.loss, dict(state.val_losses)
+            log.info("going on from %s at step %d", chosen, state.step)
+        elif self._config.run.init_from is not None:
+            source = Path(self._config.run.init_from)
+            weights = on_main_rank(lambda: _sound_checkpoint(source, "run.init_from"))
+            self._check_tokenizer(weights)
+            restore(self._engine, weights, weights_only=True)
+            log.info("starting from the weights of %s", weights)
+
+    def fit(self) -> int:
+        """Trains to the last step, or to a request to stop. Collective.
+
+        Returns:
+            The exit code: finished, or stopped on request after a checkpoint.
+
+        Raises:
+            RunError: non-finite loss or gradients, or the last checkpoint could not be saved.
+        """
+        stop = StopRequest(self._config.train.max_seconds)
+        stop.listen()
+        device = self._engine.device
+        profiler = StepProfiler(self._config.train.profile, self._folder.profile, self._engine.rank, device)
+        recorder = Recorder(self._folder, self._config, self._first_step, self._last_step, self._is_main)
+        loader = training_batches(
+            self._data,
+            self._config,
+            self._geometry,
+            self._engine.rank,
+            self._consumed_samples,
+            pin_memory=device.type == "cuda",
+        )
+        pending: _PendingStep | None = None
+        stopping = False
+        saved_step = self._first_step if self._first_step else None
+        try:
+            for step in range(self._first_step, self._last_step):
+                profiler.before_step(step)
+                interval = Interval(device)
+                wait_start = time.perf_counter()
+                batch = next(loader)
+                data_seconds = time.perf_counter() - wait_start
+                rates = group_rates(step, self._config, self._engine.groups)
+                report = self._engine.train_step(batch, rates, data_seconds, stop.is_set)
+                interval.stop()
+                profiler.after_step(step)
+                self._consumed_samples += self._geometry.samples_per_step
+                # Reading a report waits for its step, so each is read while the next one runs on the device.
+                if pending is not None:
+                    stopping = self._finish(pending, recorder)
+                pending = _PendingStep(step + 1, rates, interval, report)
+                if stopping or self._is_due(step + 1):
+                    stopping = self._finish(pending, recorder) or stopping
+                    pending = None
+                    if stopping or self._checkpoint_is_due(step + 1):
+                        saved_step = self._save(step + 1, recorder, must_succeed=stopping) or saved_step
+                if stopping and step + 1 < self._last_step:
+                    log.info("stopped on request after step %d; run it again to go on", step + 1)
+                    return EXIT_STOPPED
+            self._finish_run(recorder, saved_step)
+            return EXIT_DONE
+        finally:
+            loader.close()
+            recorder.close()
+
+    def _finish_run(self, recorder: Recorder, saved_step: int | None) -> None:
+        if saved_step != self._last_step:
+            self._save(self._last_step, recorder, must_succeed=True)
+        if self._is_main:
+            mark_done(self._folder, self._last_step, self._loss)
+
+    def _is_due(self, step: int) -> bool:
+        return step == self._last_step or self._checkpoint_is_due(step) or self._validation_is_due(step)
+
+    def _checkpoint_is_due(self, step: int) -> bool:
+        return step % self._config.checkpoint.every_steps == 0 and step < self._last_step
+
+    def _validation_is_due(self, step: int) -> bool:
+        return step % self._config.validation.every_steps == 0 or step == self._last_step
+
+    def _finish(self, pending: _PendingStep, recorder: Recorder) -> bool:
+        """Reads a step's report, checks it, validates if due, and records it. Returns whether to stop."""
+        report = pending.report.read()
+        self._check_finite(report, pending.step)
+        record = step_record(
+            pending.step,
+            report,
+            pending.rates,
+            step_seconds=pending.interval.seconds(),
+            batch_tokens=self._config.train.global_batch_tokens,
+            flops_per_second_peak=self._peak_flops,
+            flops_per_token=self._flops_per_token,
+            num_ranks=self._engine.world_size,
+        )
+        self._loss = report.loss
+        if self._validation_is_due(pending.step):
+            record.update(self._validate())
+        recorder.write(record)
+        return report.stop_requested
+
+    def _check_finite(self, report: StepReport, step: int) -> None:
+        if not report.bad_ranks and math.isfinite(report.grad_norm) and report.step_applied:
+            return
+        good = list_checkpoints(self._folder.checkpoints)
+        last_good = f"the last good checkpoint is {good[-1][1]}" if good else "there is no checkpoint yet"
+        if report.bad_ranks:
+            ranks = ", ".join(map(str, report.bad_ranks))
+            raise SharedError(f"non-finite loss at step {step} on rank {ranks}; {last_good}")
+        raise SharedError(f"non-finite gradients at step {step} (the loss was {report.loss:.4f}); {last_good}")
+
+    def _validate(self) -> dict[str, float]:
+        """`val_loss` of the first validation set, and `val_loss/NAME` of each. Collective."""
+        losses = {}
+        for name, source in self._data.val_sources.items():
+            batches = fixed_batches(self._data, source, self._config, self._geometry, self._engine.rank)
+            losses[name] = self._engine.evaluate(batches)
+        self._val_losses = losses
+        if not losses:
+            return {}
+        first = next(iter(losses.values()))
+        return {"val_loss": first, **{f"val_loss/{name}": loss for name, loss in losses.items()}}
+
+    def _save(self, step: int, recorder: Recorder, must_succeed: bool) -> int | None:
+        """Saves a checkpoint; a failure that may be temporary is only reported. Returns the step if it was saved."""
+        start = time.perf_counter()
+        try:
+            path = save_checkpoint(
+                self._folder.checkpoints, self._engine, self._config, self._state(step), self._data.tokenizer
+            )
+        except RunError as error:
+            kept = list_checkpoints(self._folder.checkpoints)
+            newest = f"the newest good checkpoint is {kept[-1][1]}" if kept else "there is no checkpoint yet"
+            message = f"the checkpoint of step {step} could not be saved: {error}; {newest}"
+            if must_succeed:
+                raise SharedError(message) from None
+            log.error("%s; training goes on and tries again at the next one", message)
+            return None
+        if self._is_main:
+            prune_checkpoints(self._folder.checkpoints, self._config.checkpoint)
+        seconds = time.perf_counter() - start
+        recorder.note_checkpoint(step, seconds)
+        log.info("checkpoint %s (%.1f s)", path, seconds)
+        return step
+
+    def _state(self, step: int) -> TrainingState:
+        tokenizer = self._data.tokenizer
+        return TrainingState(
+            step=step,
+            consumed_samples=self._consumed_samples,
+            num_ranks=self._engine.world_size,
+            zero_stage=self._config.deepspeed.zero_stage,
+            parameters={name: list(shape) for name, shape in self._engine.parameter_shapes().items()},
+            groups={group.value: names for group, names in self._engine.groups.items()},
+            optimizer_tensors=optimizer_tensor_kinds(self._engine),
+            optimizer_scalars=optimizer_scalars(self._engine),
+            tokenizer_sha256=self._data.tokenizer_sha256,
+            tokenizer_file=None if tokenizer is None else f"tokenizer{tokenizer.suffix}",
+            loss=self._loss,
+            val_losses=self._val_losses,
+        )
+
+    def _check_tokenizer(self, checkpoint: Path) -> None:
+        saved: Any = on_main_rank(lambda: read_state(checkpoint).tokenizer_sha256)
+        wanted = self._data.tokenizer_sha256
+        if saved is not None and wanted is not None and saved != wanted:
+            raise SharedError(
+                f"data.sources: the shards were made with another tokenizer ({wanted[:12]}…) than the data of "
+                f"{checkpoint} ({saved[:12]}…); prepare them with --tokenizer {checkpoint}/tokenizer.model"
+            )
+
+
+def _sound_checkpoint(path: Path, key: str) -> Path:
+    checkpoint = find_checkpoint(path)
+    faults = find_faults(checkpoint)
+    if faults:
+        raise RunError(f"{key}: {checkpoint} is damaged: {'; '.join(faults)}")
+    return checkpoint

@@ -1,0 +1,170 @@
+"""Opens the data that a configuration names, and makes the batches of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from data.loader import BatchGeometry, MicroBatch, StepLoader, derive_accumulation, validation_batches
+from data.tokenizer import file_sha256
+
+from configs.errors import ConfigError
+from configs.schema import Config
+from data.errors import DataError
+from data.order import SampleOrder
+from data.source import TokenSource
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Opened sources.
+
+    Attributes:
+        sources: training sources, in the configuration's order; val_sources: validation sets by name.
+        order: which sample comes when.
+        num_token_ids: ids that data may hold (the tokenizer's vocabulary, or the model's for foreign shards).
+        tokenizer: path of the tokenizer's file; None for foreign shards without data.tokenizer.
+        tokenizer_sha256: its hash, None likewise.
+    """
+
+    sources: list[TokenSource]
+    val_sources: dict[str, TokenSource]
+    order: SampleOrder
+    num_token_ids: int
+    tokenizer: Path | None
+    tokenizer_sha256: str | None
+
+
+def open_data(config: Config) -> tuple[TrainingData, Config]:
+    """Opens all sources and completes the configuration with the vocabulary size.
+
+    Raises:
+        ConfigError: with every source that cannot be used, each under its key.
+    """
+    seq_len = sequence_length(config)
+    problems: list[str] = []
+    sources: list[TokenSource] = []
+    for index, entry in enumerate(config.data.sources):
+        sources += _open(f"data.sources.{index}.path", entry.path, seq_len, problems)
+    val_sources: dict[str, TokenSource] = {}
+    for name, path in config.data.val_sources.items():
+        for source in _open(f"data.val_sources.{name}", path, seq_len, problems):
+            val_sources[name] = source
+    if problems:
+        raise ConfigError(problems)
+    opened = [*sources, *val_sources.values()]
+    tokenizer, sha256 = _common_tokenizer(config, opened)
+    vocab_size, num_token_ids = _vocabulary(config, opened)
+    weights = [entry.weight for entry in config.data.sources]
+    order = SampleOrder([source.num_windows(seq_len) for source in sources], weights, config.run.seed)
+    data = TrainingData(sources, val_sources, order, num_token_ids, tokenizer, sha256)
+    model = config.model.model_copy(update={"vocab_size": vocab_size})
+    return data, config.model_copy(update={"model": model})
+
+
+def sequence_length(config: Config) -> int:
+    """Tokens of a training sample in a resolved configuration."""
+    assert config.data.seq_len is not None
+    return config.data.seq_len
+
+
+def batch_geometry(config: Config, world_size: int) -> BatchGeometry:
+    """How a global batch is laid out over ranks, micro-batches and accumulation."""
+    samples_per_step = config.train.global_batch_tokens // sequence_length(config)
+    micro_batch_size = config.train.micro_batch_size
+    accumulation = derive_accumulation(samples_per_step, micro_batch_size, world_size)
+    return BatchGeometry(samples_per_step, micro_batch_size, accumulation, world_size)
+
+
+def training_batches(
+    data: TrainingData, config: Config, geometry: BatchGeometry, rank: int, first_sample: int, pin_memory: bool
+) -> StepLoader:
+    """This rank's batches from sample `first_sample` on."""
+    return StepLoader(
+        data.sources,
+        data.order,
+        geometry,
+        seq_len=sequence_length(config),
+        rank=rank,
+        first_sample=first_sample,
+        vocab_size=data.num_token_ids,
+        pin_memory=pin_memory,
+    )
+
+
+def fixed_batches(
+    data: TrainingData, source: TokenSource, config: Config, geometry: BatchGeometry, rank: int
+) -> Iterator[MicroBatch]:
+    """This rank's share of a validation set's fixed windows."""
+    return validation_batches(
+        source,
+        sequence_length(config),
+        num_samples=config.validation.batches * geometry.samples_per_step,
+        micro_batch_size=geometry.micro_batch_size,
+        rank=rank,
+        world_size=geometry.world_size,
+        vocab_size=data.num_token_ids,
+    )
+
+
+def describe_data(data: TrainingData, config: Config) -> list[str]:
+    """A line per source: its tokens, and how many epochs of it the run will use."""
+    seq_len = sequence_length(config)
+    steps = config.train.stop_step or config.train.steps
+    total = steps * config.train.global_batch_tokens
+    lines = []
+    for source, count in zip(data.sources, data.order.counts, strict=True):
+        share = count / data.order.counts.sum()
+        epochs = total * share / (source.num_windows(seq_len) * seq_len)
+        lines.append(
+            f"data {source.name}: {source.num_tokens:,} tokens, {share:.1%} of the samples, {epochs:.2f} epochs"
+        )
+    for name, source in data.val_sources.items():
+        lines.append(f"validation {name}: {source.num_tokens:,} tokens")
+    return lines
+
+
+def _open(key: str, path: str, seq_len: int, problems: list[str]) -> list[TokenSource]:
+    """The source in a list, or an empty list and one more problem."""
+    try:
+        source = TokenSource.open(path)
+        source.num_windows(seq_len)
+    except (DataError, OSError) as error:
+        problems.append(f"{key}: {error}")
+        return []
+    return [source]
+
+
+def _common_tokenizer(config: Config, sources: list[TokenSource]) -> tuple[Path | None, str | None]:
+    """The tokenizer that all sources were made with."""
+    hashes = {source.manifest.tokenizer_sha256: source for source in sources if source.manifest is not None}
+    if len(hashes) > 1:
+        made = "; ".join(f"{source.path} with {sha256[:12]}" for sha256, source in hashes.items())
+        raise ConfigError([f"data.sources: not all were made with the same tokenizer: {made}"])
+    if config.data.tokenizer is not None:
+        path = Path(config.data.tokenizer)
+        if not path.is_file():
+            raise ConfigError([f"data.tokenizer: {path}: no such file"])
+        sha256 = file_sha256(path)
+        if hashes and sha256 not in hashes:
+            raise ConfigError([f"data.tokenizer: {path} is not the tokenizer that the shards were made with"])
+        return path, sha256
+    for sha256, source in hashes.items():
+        assert source.manifest is not None
+        return source.path / source.manifest.tokenizer_file, sha256
+    return None, None
+
+
+def _vocabulary(config: Config, sources: list[TokenSource]) -> tuple[int, int]:
+    """(rows of the embedding, ids that data may hold)."""
+    manifests = [source.manifest for source in sources if source.manifest is not None]
+    used = max((manifest.vocab_size for manifest in manifests), default=None)
+    wanted = config.model.vocab_size
+    if wanted is None:
+        if used is None:
+            raise ConfigError(["model.vocab_size: is required, since the shards come without a manifest that tells it"])
+        wanted = max(manifest.padded_vocab_size for manifest in manifests)
+    elif used is not None and wanted < used:
+        raise ConfigError([f"model.vocab_size: {wanted} is less than the {used} token ids of the data"])
+    return wanted, wanted if used is None else used

@@ -1,0 +1,5 @@
+"""Attention variants by the name that `model.attention.kind` gives them."""
+
+from model.attention.mha import MultiHeadAttention
+
+ATTENTION = {"mha": MultiHeadAttention}

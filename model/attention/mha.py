@@ -1,0 +1,95 @@
+"""Multi-head and grouped-query attention in the layout of Llama and Qwen3.
+
+Shapes: B batch, T time, S visible positions (T, or the cache's length), D model width, H query heads,
+G key/value heads, K head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.schema import ModelConfig
+from model.attention.cache import KeyValueCache
+from model.attention.rotary import apply_rotary
+from model.linear import Linear
+from model.norm import RMSNorm
+from model.parameters import Kind, ParameterSpec, residual_init_std
+
+
+class MultiHeadAttention(nn.Module):
+    """Causal softmax attention with rotary positions; several query heads may share a key/value head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        assert config.num_kv_heads is not None, "the configuration must be resolved"
+        assert config.head_dim is not None, "the configuration must be resolved"
+        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.rotary_dim = head_dim
+
+        std, residual_std = config.init_std, residual_init_std(config.init_std, config.num_layers)
+        query_spec = ParameterSpec(Kind.QUERY, num_heads, head_dim, std)
+        key_spec = ParameterSpec(Kind.KEY, num_kv_heads, head_dim, std)
+        value_spec = ParameterSpec(Kind.VALUE, num_kv_heads, head_dim, std)
+        output_spec = ParameterSpec(Kind.ATTENTION_OUTPUT, num_heads, head_dim, residual_std)
+        # Separate matrices rather than one: query and key weights have a learning rate of their own.
+        self.query = Linear(config.dim, num_heads * head_dim, query_spec)
+        self.key = Linear(config.dim, num_kv_heads * head_dim, key_spec)
+        self.value = Linear(config.dim, num_kv_heads * head_dim, value_spec)
+        self.output = Linear(num_heads * head_dim, config.dim, output_spec)
+        self.query_norm: RMSNorm | None = None
+        self.key_norm: RMSNorm | None = None
+        if config.attention.qk_norm:
+            self.query_norm = RMSNorm(head_dim, config.norm_eps, Kind.QK_NORM_GAIN)
+            self.key_norm = RMSNorm(head_dim, config.norm_eps, Kind.QK_NORM_GAIN)
+
+    def new_cache(self, batch_size: int, num_positions: int, dtype: torch.dtype, device: torch.device) -> KeyValueCache:
+        """An empty cache of this layer's keys (after rotation) and values."""
+        return KeyValueCache(batch_size, num_positions, self.num_kv_heads, self.head_dim, dtype, device)
+
+    def project(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, K), keys and values (B, G, T, K), with norms and rotation applied."""
+        B, T, _ = x_BTD.shape
+        q_BTHK = self.query(x_BTD).view(B, T, self.num_heads, self.head_dim)
+        k_BTGK = self.key(x_BTD).view(B, T, self.num_kv_heads, self.head_dim)
+        v_BTGK = self.value(x_BTD).view(B, T, self.num_kv_heads, self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BTHK, k_BTGK = self.query_norm(q_BTHK), self.key_norm(k_BTGK)
+        q_BTHK, k_BTGK = apply_rotary(q_BTHK, rotary), apply_rotary(k_BTGK, rotary)
+        return q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: KeyValueCache | None = None) -> Tensor:
+        """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D)."""
+        q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, rotary)
+        if cache is not None:
+            k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
+            k_BGSK, v_BGSK = k_BGSK.to(q_BHTK.dtype), v_BGSK.to(q_BHTK.dtype)
+        out_BHTK = causal_attention(q_BHTK, k_BGSK, v_BGSK)
+        return self.output(out_BHTK.transpose(1, 2).flatten(2))
+
+
+def causal_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
+    """softmax(q kᵀ / sqrt(K)) v where the queries are the last T of S positions and G divides H.
+
+    Returns (B, H, T, K).
+    """
+    T, S = q_BHTK.shape[2], k_BGSK.shape[2]
+    num_queries_per_key = q_BHTK.shape[1] // k_BGSK.shape[1]
+    is_grouped = num_queries_per_key > 1
+    if is_grouped and q_BHTK.is_cuda and q_BHTK.dtype == torch.float32:
+        # No fused fp32 CUDA kernel shares key heads; without this, SDPA would build the T x S matrix.
+        k_BGSK = k_BGSK.repeat_interleave(num_queries_per_key, dim=1)
+        v_BGSK = v_BGSK.repeat_interleave(num_queries_per_key, dim=1)
+        is_grouped = False
+    # SDPA's own causal mask is only right without cached positions, and a single query needs no mask.
+    is_causal = T == S
+    mask_TS = None
+    if 1 < T < S:
+        mask_TS = torch.ones(T, S, dtype=torch.bool, device=q_BHTK.device).tril(S - T)
+    return F.scaled_dot_product_attention(
+        q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_TS, is_causal=is_causal, enable_gqa=is_grouped
+    )

@@ -1,0 +1,41 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864), in Llama's half-split layout.
+
+Dimension i of a head is paired with i + K/2, so Hugging Face weights load without a permutation.
+
+Shapes: B batch, T time, H heads, K rotated width of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rotary_table(positions_T: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotation at every position.
+
+    The tables are made from integers at every forward pass and never stored in a module, because casting a
+    module to bf16 would round its float buffers.
+
+    Args:
+        positions_T: integer positions.
+        dim: rotated width of a head, even.
+        theta: base of the frequencies theta^(-2i/dim).
+
+    Returns:
+        cos_TK and signed_sin_TK in fp32: row t is (cos, cos) and (-sin, sin), so that
+        x * cos + roll(x, K/2) * signed_sin rotates both halves.
+    """
+    exponents = torch.arange(0, dim, 2, device=positions_T.device).float() / dim
+    frequencies = 1.0 / theta**exponents
+    angles = positions_T.float().unsqueeze(1) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
+
+
+def apply_rotary(x_BTHK: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates every head of x by its position, in fp32; the result has x's shape and dtype."""
+    cos_TK, signed_sin_TK = table
+    x = x_BTHK.float()
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos_TK.unsqueeze(1), swapped, signed_sin_TK.unsqueeze(1)).to(x_BTHK.dtype)

@@ -1,0 +1,155 @@
+"""The language model: embedding, blocks, norm, output head.
+
+Shapes: B batch, T time, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from configs.schema import ModelConfig
+from model.attention.cache import Cache
+from model.attention.rotary import rotary_table
+from model.block import Block
+from model.embedding import Embedding, OutputHead
+from model.norm import RMSNorm
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer in the layout of Llama (or Qwen3 with query/key norms).
+
+    Parameters are allocated but undefined after construction; `model.initialisation.initialise` or a
+    checkpoint sets them. Construction under `torch.device("meta")` allocates nothing.
+
+    Args:
+        config: resolved sizes (`configs.schema.resolve_model`) with a vocabulary size.
+        activation_checkpointing: keep only each block's input for the backward pass and recompute the rest.
+
+    Raises:
+        ValueError: a size is missing (null) or sizes do not fit together.
+    """
+
+    def __init__(self, config: ModelConfig, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        check_sizes(config)
+        assert config.vocab_size is not None
+        self.config = config
+        self.activation_checkpointing = activation_checkpointing
+        self.embedding = Embedding(config.vocab_size, config.dim, config.init_std)
+        blocks = [Block(config) for _ in range(config.num_layers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.final_norm = RMSNorm(config.dim, config.norm_eps)
+        tied_weight = self.embedding.weight if config.tie_embeddings else None
+        self.head = OutputHead(config.vocab_size, config.dim, config.init_std, tied_weight)
+        self.rotary_dim = blocks[0].attention.rotary_dim
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
+        """Keeps tied weights tied: leaving the meta device makes a new Parameter in every module."""
+        super()._apply(fn, recurse)
+        if self.config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        return self
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trained values; tied weights count once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor, z_loss_weight: float = 0.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss sums over the targets other than -100, in fp32.
+
+        These are sums and not means: only the caller knows the number of targets of the whole global batch.
+
+        Args:
+            tokens_BT: token ids; T is at most max_seq_len.
+            targets_BT: the token that follows each one, or -100 where there is no loss.
+            z_loss_weight: weight of logsumexp(logits)² in the objective.
+
+        Returns:
+            The objective to differentiate (cross-entropy + z_loss_weight * z-loss), and the cross-entropy and
+            z-loss without gradients.
+
+        Raises:
+            ValueError: T is larger than max_seq_len.
+        """
+        return self.head(self._hidden(tokens_BT), targets_BT, z_loss_weight)
+
+    def logits(self, tokens_BT: Tensor, cache: Cache | None = None, last_only: bool = False) -> Tensor:
+        """Scores of the next token at every position (B, T, V), or only at the last one (B, 1, V).
+
+        With a cache, the tokens continue the cached positions and are added to the cache.
+
+        Raises:
+            ValueError: the context would be larger than max_seq_len or than the cache.
+        """
+        hidden_BTD = self._hidden(tokens_BT, cache)
+        return self.head(hidden_BTD[:, -1:] if last_only else hidden_BTD)
+
+    def new_cache(
+        self,
+        batch_size: int,
+        length: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Cache:
+        """An empty cache for decoding.
+
+        Args:
+            batch_size: number of sequences.
+            length: positions to allocate; default max_seq_len.
+            dtype, device: default those of the weights.
+        """
+        length = length or self.config.max_seq_len
+        dtype = dtype or self.embedding.weight.dtype
+        device = torch.device(device or self.embedding.weight.device)
+        blocks = cast("Iterable[Block]", self.blocks)
+        return Cache([block.attention.new_cache(batch_size, length, dtype, device) for block in blocks], length)
+
+    def compile_blocks(self) -> None:
+        """Compiles every block in place. The blocks are alike, so they share the compiled code."""
+        for block in self.blocks:
+            block.compile()
+
+    def _hidden(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
+        """The output head's inputs (B, T, D)."""
+        start = cache.length if cache is not None else 0
+        end = start + tokens_BT.shape[1]
+        max_length = self.config.max_seq_len if cache is None else min(self.config.max_seq_len, cache.max_length)
+        if end > max_length:
+            raise ValueError(f"{end} tokens are more than the longest context of {max_length}")
+
+        positions_T = torch.arange(start, end, device=tokens_BT.device)
+        rotary = rotary_table(positions_T, self.rotary_dim, self.config.rope_theta)
+        x_BTD = self.embedding(tokens_BT)
+        for layer, block in enumerate(self.blocks):
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                # Nothing in a block is random, so there is no generator state to save.
+                x_BTD = checkpoint(block, x_BTD, rotary, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BTD = block(x_BTD, rotary, cache.layers[layer] if cache is not None else None)
+        return self.final_norm(x_BTD)
+
+
+def check_sizes(config: ModelConfig) -> None:
+    """Raises ValueError with every size that is missing or does not fit."""
+    problems = []
+    required = {
+        "vocab_size": config.vocab_size,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "ffn_dim": config.ffn_dim,
+    }
+    problems += [f"model.{key} is not set" for key, value in required.items() if value is None]
+    if config.head_dim is not None and config.head_dim % 2:
+        problems.append(f"model.head_dim is {config.head_dim}; rotary positions need an even width")
+    if config.num_kv_heads is not None and config.num_heads % config.num_kv_heads:
+        problems.append(f"model.num_heads is {config.num_heads}; expected a multiple of {config.num_kv_heads}")
+    if problems:
+        raise ValueError("; ".join(problems))

@@ -1,0 +1,72 @@
+"""Initial values of the parameters.
+
+Every parameter is drawn from a generator of its own, keyed by (seed, full name). Its values therefore do
+not depend on the other parameters, the order of construction, the number of ranks, the device or (up to
+rounding) the dtype, and one parameter at a time can be set where a model is never whole (ZeRO-3).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from model.parameters import Kind, ParameterSpec, collect_specs
+
+
+@dataclass(frozen=True)
+class InitRow:
+    """Parameters that differ only in their block and start alike.
+
+    Attributes:
+        pattern: full name, with `*` for the number of the block.
+        shape: of one of them.
+        std: standard deviation of the normal initial values; None: ones.
+        count: number of parameters that match the pattern.
+    """
+
+    pattern: str
+    kind: Kind
+    shape: tuple[int, ...]
+    std: float | None
+    count: int
+
+
+@torch.no_grad()
+def init_parameter(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -> None:
+    """Sets a whole parameter in place: ones if spec.init_std is None, else normal(0, init_std).
+
+    The values are drawn in fp32 on the CPU, so that they are the same on every device, and then rounded to
+    the tensor's dtype.
+    """
+    if spec.init_std is None:
+        tensor.fill_(1.0)
+        return
+    generator = torch.Generator().manual_seed(_parameter_seed(seed, name))
+    tensor.copy_(torch.empty(tensor.shape, device="cpu").normal_(0.0, spec.init_std, generator=generator))
+
+
+def initialise(model: nn.Module, seed: int) -> None:
+    """Sets every parameter of a model that is whole in memory."""
+    specs = collect_specs(model)
+    for name, parameter in model.named_parameters():
+        init_parameter(name, parameter, specs[name], seed)
+
+
+def describe_init(model: nn.Module) -> list[InitRow]:
+    """Rows for a table of the initial values, in the order of the model; works on the meta device."""
+    specs = collect_specs(model)
+    counts: dict[tuple[str, Kind, tuple[int, ...], float | None], int] = {}
+    for name, parameter in model.named_parameters():
+        pattern = re.sub(r"\.\d+\.", ".*.", name)
+        key = (pattern, specs[name].kind, tuple(parameter.shape), specs[name].init_std)
+        counts[key] = counts.get(key, 0) + 1
+    return [InitRow(*key, count) for key, count in counts.items()]
+
+
+def _parameter_seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

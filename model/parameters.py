@@ -1,0 +1,101 @@
+"""What each parameter is: the role, head layout and initial values that its module declares.
+
+A module that owns parameters has a method `parameter_specs()`, which maps the local names of its own
+parameters (not those of its children) to a `ParameterSpec`. Optimizer groups, initialisation and query/key
+control read the specs; no code guesses a role from a name.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+
+class Kind(enum.Enum):
+    QUERY = "query"
+    KEY = "key"
+    VALUE = "value"
+    ATTENTION_OUTPUT = "attention_output"
+    FFN_IN = "ffn_in"
+    FFN_OUT = "ffn_out"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM_GAIN = "norm_gain"
+    QK_NORM_GAIN = "qk_norm_gain"
+
+
+QUERY_KEY_KINDS = frozenset({Kind.QUERY, Kind.KEY, Kind.QK_NORM_GAIN})
+UNDECAYED_KINDS = frozenset({Kind.EMBEDDING, Kind.NORM_GAIN, Kind.QK_NORM_GAIN})
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """The role of one parameter.
+
+    Attributes:
+        kind: what the parameter is.
+        num_heads: heads along its rows (query, key, value) or columns (attention output); None: not by head.
+        head_dim: width of one head; head h begins at row (or column) h * head_dim.
+        init_std: standard deviation of the initial normal values; None: ones (gains).
+    """
+
+    kind: Kind
+    num_heads: int | None = None
+    head_dim: int | None = None
+    init_std: float | None = None
+
+    @property
+    def is_query_key(self) -> bool:
+        """Whether the parameter sets the size of the attention logits."""
+        return self.kind in QUERY_KEY_KINDS
+
+    @property
+    def is_decayed(self) -> bool:
+        """Whether weight decay applies: to matrices except embeddings.
+
+        An untied output head is an ordinary matrix and decays. A tied head is the embedding, so it does not.
+        This follows OLMo 2 (arXiv 2501.00656): embeddings that decay become small, which makes the gradients
+        behind the first norm large.
+        """
+        return self.kind not in UNDECAYED_KINDS
+
+
+@runtime_checkable
+class DeclaresParameters(Protocol):
+    def parameter_specs(self) -> dict[str, ParameterSpec]: ...
+
+
+def residual_init_std(init_std: float, num_layers: int) -> float:
+    """Initial standard deviation of the two matrices per block that add to the residual stream (GPT-2)."""
+    return init_std / math.sqrt(2 * num_layers)
+
+
+def collect_specs(model: nn.Module) -> dict[str, ParameterSpec]:
+    """The spec of every parameter by its full name, in the order of `model.named_parameters()`.
+
+    A tied parameter appears once, under its first name; only one of its modules declares it.
+
+    Raises:
+        ValueError: a parameter is undeclared, declared twice, or declared but absent; the message names it.
+    """
+    spec_by_id: dict[int, ParameterSpec] = {}
+    for prefix, module in model.named_modules():
+        declared = module.parameter_specs() if isinstance(module, DeclaresParameters) else {}
+        parameters = dict(module.named_parameters(recurse=False))
+        for local_name, spec in declared.items():
+            full_name = f"{prefix}.{local_name}" if prefix else local_name
+            if local_name not in parameters:
+                raise ValueError(f"{full_name}: {type(module).__name__} declares it but has no such parameter")
+            if id(parameters[local_name]) in spec_by_id:
+                raise ValueError(f"{full_name}: the parameter is declared more than once")
+            spec_by_id[id(parameters[local_name])] = spec
+
+    named_parameters = list(model.named_parameters())
+    undeclared = [name for name, parameter in named_parameters if id(parameter) not in spec_by_id]
+    if undeclared:
+        raise ValueError(f"no module declares a role for {', '.join(undeclared)}")
+    return {name: spec_by_id[id(parameter)] for name, parameter in named_parameters}

@@ -1,0 +1,1 @@
+"""Control of the query/key weights, as pure functions."""

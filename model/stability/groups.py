@@ -1,0 +1,65 @@
+"""Optimizer groups: which parameters share a learning rate and weight decay."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+from model.parameters import ParameterSpec
+
+
+class GroupName(str, enum.Enum):
+    """The optimizer groups, in their order in the optimizer.
+
+    Learning rate and weight decay are set per group, so the query/key parameters need two: the matrices
+    decay, the gains of query/key norms do not. The second one exists only in models with query/key norms.
+    """
+
+    QUERY_KEY = "query_key"
+    QUERY_KEY_NO_DECAY = "query_key_no_decay"
+    DECAY = "decay"
+    NO_DECAY = "no_decay"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def is_query_key(self) -> bool:
+        return self in (GroupName.QUERY_KEY, GroupName.QUERY_KEY_NO_DECAY)
+
+    @property
+    def is_decayed(self) -> bool:
+        return self in (GroupName.QUERY_KEY, GroupName.DECAY)
+
+
+def group_of(spec: ParameterSpec) -> GroupName:
+    """The optimizer group of a parameter."""
+    if spec.is_query_key:
+        return GroupName.QUERY_KEY if spec.is_decayed else GroupName.QUERY_KEY_NO_DECAY
+    return GroupName.DECAY if spec.is_decayed else GroupName.NO_DECAY
+
+
+def group_names(specs: Mapping[str, ParameterSpec]) -> dict[GroupName, list[str]]:
+    """Parameter names of every group that has any; groups in `GroupName`'s order, names in `specs`' order."""
+    members: dict[GroupName, list[str]] = {group: [] for group in GroupName}
+    for name, spec in specs.items():
+        members[group_of(spec)].append(name)
+    return {group: names for group, names in members.items() if names}
+
+
+def learning_rate_scale(policy: str, alpha: float, group: GroupName) -> float:
+    """The factor between the base learning rate and a group's (Anson & Aitchison, arXiv 2511.21377).
+
+    Args:
+        policy: `none` (1 for every group) or `constant` (alpha for the query/key groups).
+        alpha: the factor of the query/key learning rate; `none` ignores it.
+        group: the optimizer group.
+
+    Raises:
+        ValueError: the policy is unknown.
+    """
+    if policy == "none":
+        return 1.0
+    if policy == "constant":
+        return alpha if group.is_query_key else 1.0
+    raise ValueError(f"qk_control.policy is {policy!r}; expected none or constant")

@@ -1,0 +1,82 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.attention.mha import causal_attention
+
+
+def reference_attention(q_BHTK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSK: torch.Tensor) -> torch.Tensor:
+    """Explicit softmax attention in float64 with the queries at the last T of S positions."""
+    num_queries_per_key = q_BHTK.shape[1] // k_BGSK.shape[1]
+    k_BHSK = k_BGSK.double().repeat_interleave(num_queries_per_key, dim=1)
+    v_BHSK = v_BGSK.double().repeat_interleave(num_queries_per_key, dim=1)
+    T, S = q_BHTK.shape[2], k_BHSK.shape[2]
+    scores_BHTS = q_BHTK.double() @ k_BHSK.transpose(2, 3) / q_BHTK.shape[3] ** 0.5
+    is_later_TS = torch.arange(S) > torch.arange(S - T, S)[:, None]
+    return scores_BHTS.masked_fill(is_later_TS, -torch.inf).softmax(-1) @ v_BHSK
+
+
+@given(
+    num_kv_heads=st.integers(1, 3),
+    num_queries_per_key=st.integers(1, 3),
+    num_queries=st.integers(1, 9),
+    num_cached=st.integers(0, 5),
+    head_dim=st.sampled_from([2, 6, 16]),
+)
+@settings(max_examples=40, deadline=None)
+def test_attention_equals_the_formula(num_kv_heads, num_queries_per_key, num_queries, num_cached, head_dim):
+    generator = torch.Generator().manual_seed(0)
+    num_keys = num_cached + num_queries
+    q = torch.randn(2, num_kv_heads * num_queries_per_key, num_queries, head_dim, generator=generator)
+    k = torch.randn(2, num_kv_heads, num_keys, head_dim, generator=generator)
+    v = torch.randn(2, num_kv_heads, num_keys, head_dim, generator=generator)
+    assert torch.allclose(causal_attention(q, k, v).double(), reference_attention(q, k, v), atol=1e-5)
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_kv_heads": 2}, {"num_kv_heads": 1, "head_dim": 10, "qk_norm": True}])
+def test_decoding_with_a_cache_equals_the_full_forward(make_model, batch, keys):
+    model, tokens_BT = make_model(**keys), batch[0]
+    with torch.no_grad():
+        expected = model.logits(tokens_BT)
+        cache = model.new_cache(batch_size=3, length=40)
+        # Prompt, single tokens, several at once, the rest one by one.
+        bounds = [0, 7, 8, 9, 15, *range(16, 41)]
+        parts = [model.logits(tokens_BT[:, a:b], cache) for a, b in pairwise(bounds)]
+    assert torch.allclose(torch.cat(parts, dim=1), expected, atol=2e-5)
+    assert cache.length == 40
+
+
+def test_decoding_in_bf16_and_under_autocast(make_model, batch):
+    model, tokens_BT = make_model(num_kv_heads=2), batch[0]
+    expected = model.logits(tokens_BT)
+
+    def decode() -> torch.Tensor:
+        cache = model.new_cache(batch_size=3, length=40)
+        return torch.cat([model.logits(tokens_BT[:, :39], cache), model.logits(tokens_BT[:, 39:], cache)], dim=1)
+
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            under_autocast = decode()
+        model.bfloat16()
+        in_bf16 = decode()
+    for logits in (under_autocast, in_bf16):
+        assert (logits.float() - expected).abs().mean() < 0.05 * expected.std()
+
+
+def test_size_of_the_cache(make_model):
+    model = make_model(num_kv_heads=2, head_dim=10)
+    # 2 layers, key and value, 2 heads of width 10
+    assert model.new_cache(batch_size=3, length=5).num_bytes_per_token == 2 * 2 * 2 * 10 * 4
+    assert model.new_cache(batch_size=1, dtype=torch.bfloat16).num_bytes_per_token == 2 * 2 * 2 * 10 * 2
+    on_meta = model.new_cache(batch_size=1, device="meta")
+    assert on_meta.layers[0].keys_BHSK.is_meta
+    assert on_meta.max_length == 48
+
+
+def test_a_full_cache_is_refused(make_model):
+    model = make_model()
+    with pytest.raises(ValueError, match="6 tokens are more than the longest context of 5"):
+        model.logits(torch.zeros(1, 6, dtype=torch.long), model.new_cache(1, length=5))

@@ -1,0 +1,48 @@
+import pytest
+
+from model.parameters import Kind, ParameterSpec, collect_specs
+from model.stability.groups import GroupName, group_names, group_of, learning_rate_scale
+
+
+def test_groups_partition_the_parameters(make_model):
+    specs = collect_specs(make_model(qk_norm=True))
+    groups = group_names(specs)
+    assert list(groups) == list(GroupName)
+    assert sorted(name for names in groups.values() for name in names) == sorted(specs)
+    for group, names in groups.items():
+        for name in names:
+            assert group_of(specs[name]) is group
+            assert group.is_decayed == specs[name].is_decayed
+            assert group.is_query_key == specs[name].is_query_key
+    assert groups[GroupName.QUERY_KEY] == [
+        f"blocks.{layer}.attention.{matrix}.weight" for layer in range(2) for matrix in ("query", "key")
+    ]
+    assert "head.weight" in groups[GroupName.DECAY]
+    assert "embedding.weight" in groups[GroupName.NO_DECAY]
+
+
+def test_a_tied_head_does_not_decay(make_model):
+    groups = group_names(collect_specs(make_model(tie_embeddings=True)))
+    assert "embedding.weight" in groups[GroupName.NO_DECAY]
+    assert not any("head" in name for names in groups.values() for name in names)
+
+
+def test_group_of_gains_exists_only_with_query_key_norms(make_model):
+    assert GroupName.QUERY_KEY_NO_DECAY not in group_names(collect_specs(make_model()))
+    assert group_of(ParameterSpec(Kind.QK_NORM_GAIN)) is GroupName.QUERY_KEY_NO_DECAY
+
+
+@pytest.mark.parametrize(("policy", "query_key_scale"), [("none", 1.0), ("constant", 0.1)])
+def test_learning_rate_scale(policy, query_key_scale):
+    scales = {group: learning_rate_scale(policy, 0.1, group) for group in GroupName}
+    assert scales == {
+        GroupName.QUERY_KEY: query_key_scale,
+        GroupName.QUERY_KEY_NO_DECAY: query_key_scale,
+        GroupName.DECAY: 1.0,
+        GroupName.NO_DECAY: 1.0,
+    }
+
+
+def test_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="'quak'"):
+        learning_rate_scale("quak", 0.1, GroupName.DECAY)

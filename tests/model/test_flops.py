@@ -1,0 +1,39 @@
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.flops import flops_per_token, num_matmul_parameters
+from model.gpt import GPT
+
+
+def addmm_flops(sum_shape: torch.Size, left_shape: torch.Size, right_shape: torch.Size, **_: object) -> int:
+    return 2 * left_shape[0] * left_shape[1] * right_shape[1]
+
+
+@pytest.mark.parametrize("keys", [{}, {"num_kv_heads": 2, "head_dim": 10, "tie_embeddings": True, "qk_norm": True}])
+def test_counts_what_torch_counts(make_model, batch, keys):
+    """The counter sees every product that runs; the plain attention kernel computes all T x T scores."""
+    model = make_model(**keys)
+    B, T = batch[0].shape
+    # The counter knows addmm but not its in-place form, which accumulates the head's gradient.
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops})
+    with counter, sdpa_kernel(SDPBackend.MATH):
+        model(*batch)[0].backward()
+
+    config = model.config
+    width_of_heads = config.num_layers * config.num_heads * config.head_dim
+    visible_positions = sum(range(1, T + 1)) / T
+    attention_per_position = 12 * width_of_heads
+    causal = flops_per_token(config, T)
+    unmasked = causal + attention_per_position * (T - visible_positions)
+    assert counter.get_total_flops() == B * T * unmasked
+
+
+def test_known_model(make_config):
+    """Llama-2 7B has 6,738,415,616 parameters: 131,072,000 in the embedding and 266,240 gains."""
+    config = make_config(vocab_size=32000, dim=4096, num_layers=32, num_heads=32, ffn_dim=11008, max_seq_len=4096)
+    with torch.device("meta"):
+        assert GPT(config).num_parameters == 6_738_415_616
+    assert num_matmul_parameters(config) == 6_738_415_616 - 131_072_000 - 266_240
+    assert flops_per_token(config, 4096) == 6 * 6_607_077_376 + 6 * 32 * 4096 * 4097

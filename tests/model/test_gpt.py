@@ -1,0 +1,220 @@
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from configs.schema import ModelConfig
+from model.gpt import GPT
+from model.initialisation import initialise
+
+HF_NAMES = {
+    "embedding": "model.embed_tokens",
+    "blocks": "model.layers",
+    "final_norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "output": "o_proj",
+    "query_norm": "q_norm",
+    "key_norm": "k_norm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward": "mlp",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+
+
+def hf_name(name: str) -> str:
+    return ".".join(HF_NAMES.get(part, part) for part in name.split("."))
+
+
+def hf_twin(model: GPT) -> PreTrainedModel:
+    """The Hugging Face model of the same shape with the same weights."""
+    config = model.config
+    sizes: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.ffn_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+    if config.attention.qk_norm:
+        twin = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    else:
+        twin = LlamaForCausalLM(LlamaConfig(**sizes))
+    weights = {hf_name(name): value for name, value in model.state_dict().items()}
+    twin.load_state_dict(weights, strict=True)
+    return twin
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"tie_embeddings": True, "rope_theta": 500.0},
+        {"num_kv_heads": 2, "norm_eps": 1e-2},
+        {"num_kv_heads": 1, "head_dim": 14, "ffn_dim": 50, "tie_embeddings": True},
+        {"dim": 24, "num_heads": 3, "head_dim": 6},
+        {"qk_norm": True},
+        {"qk_norm": True, "num_kv_heads": 2, "head_dim": 10, "tie_embeddings": True},
+    ],
+    ids=lambda keys: ",".join(f"{key}={value}" for key, value in keys.items()) or "mha",
+)
+def test_equals_hugging_face(make_model, batch, keys):
+    model = make_model(**keys)
+    twin = hf_twin(model)
+    tokens_BT, targets_BT = batch
+    num_targets = (targets_BT != -100).sum()
+
+    logits = model.logits(tokens_BT)
+    expected_logits = twin(tokens_BT).logits
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
+
+    objective_sum, cross_entropy_sum, z_loss_sum = model(tokens_BT, targets_BT)
+    (objective_sum / num_targets).backward()
+    expected_loss = twin(tokens_BT, labels=tokens_BT, shift_labels=targets_BT).loss
+    expected_loss.backward()
+    torch.testing.assert_close(objective_sum / num_targets, expected_loss, rtol=1e-5, atol=1e-5)
+    assert torch.equal(cross_entropy_sum, objective_sum.detach())
+    expected_z_loss = expected_logits.logsumexp(-1).square()[targets_BT != -100].sum()
+    torch.testing.assert_close(z_loss_sum, expected_z_loss, rtol=1e-5, atol=1e-5)
+
+    expected_gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
+    gradients = {hf_name(name): parameter.grad for name, parameter in model.named_parameters()}
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            gradient, expected_gradients[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def loss_and_gradients(model: GPT, batch: tuple) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    objective_sum = model(*batch, z_loss_weight=1e-3)[0]
+    objective_sum.backward()
+    return objective_sum.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activation_checkpointing_changes_nothing(make_model, batch, dtype):
+    plain = make_model(qk_norm=True, tie_embeddings=True).to(dtype)
+    checkpointed = make_model(qk_norm=True, tie_embeddings=True, activation_checkpointing=True).to(dtype)
+    calls = []
+    checkpointed.blocks[0].attention.register_forward_hook(lambda *_: calls.append(1))
+    loss, gradients = loss_and_gradients(plain, batch)
+    checkpointed_loss, checkpointed_gradients = loss_and_gradients(checkpointed, batch)
+    assert len(calls) == 2
+    assert torch.equal(checkpointed_loss, loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(checkpointed_gradients[name], gradient), name
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_compiled_blocks_give_the_same(make_model, batch, activation_checkpointing):
+    """Slow: the compiler takes some 10 s."""
+    model = make_model(num_layers=1, activation_checkpointing=activation_checkpointing)
+    loss, gradients = loss_and_gradients(model, batch)
+    model.compile_blocks()
+    compiled_loss, compiled_gradients = loss_and_gradients(model, batch)
+    torch.testing.assert_close(compiled_loss, loss, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(compiled_gradients[name], gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["autocast", "bf16"])
+@pytest.mark.parametrize("keys", [{"qk_norm": True, "num_kv_heads": 2}, {"tie_embeddings": True}])
+def test_bf16_is_near_fp32(make_model, batch, mode, keys):
+    model = make_model(**keys)
+    loss, gradients = loss_and_gradients(model, batch)
+    if mode == "bf16":
+        model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+        bf16_loss, bf16_gradients = loss_and_gradients(model, batch)
+    assert bf16_loss.dtype == torch.float32
+    torch.testing.assert_close(bf16_loss, loss, rtol=5e-3, atol=0)
+    for name, gradient in gradients.items():
+        assert bf16_gradients[name].dtype == (torch.bfloat16 if mode == "bf16" else torch.float32)
+        assert (bf16_gradients[name] - gradient).norm() < 0.06 * gradient.norm(), name
+
+
+def test_later_tokens_do_not_matter(make_model, batch):
+    model, tokens_BT = make_model(num_kv_heads=2), batch[0]
+    changed_BT = tokens_BT.clone()
+    changed_BT[:, 20:] = (changed_BT[:, 20:] + 1) % 61
+    with torch.no_grad():
+        logits, changed_logits = model.logits(tokens_BT), model.logits(changed_BT)
+    torch.testing.assert_close(logits[:, :20], changed_logits[:, :20])
+    assert not torch.allclose(logits[:, 20], changed_logits[:, 20])
+
+
+def test_last_only(make_model, batch):
+    model = make_model()
+    torch.testing.assert_close(model.logits(batch[0], last_only=True), model.logits(batch[0])[:, -1:])
+
+
+def test_sums_over_parts_of_a_batch_add_up(make_model, batch):
+    model = make_model()
+    tokens_BT, targets_BT = batch
+    whole = model(tokens_BT, targets_BT, 1e-3)
+    parts = [model(tokens_BT[i : i + 1], targets_BT[i : i + 1], 1e-3) for i in range(3)]
+    for index, value in enumerate(whole):
+        torch.testing.assert_close(sum(part[index] for part in parts), value)
+
+
+def test_no_gradients_for_evaluation(make_model, batch):
+    model = make_model(activation_checkpointing=True)
+    with torch.no_grad():
+        sums = model(*batch)
+    assert not any(value.requires_grad for value in sums)
+    torch.testing.assert_close(sums[0], model(*batch)[0].detach())
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_meta_construction_then_materialisation(make_config, make_model, batch, tie_embeddings):
+    config = make_config(tie_embeddings=tie_embeddings)
+    with torch.device("meta"):
+        model = GPT(config)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    num_parameters = model.num_parameters
+    model.to_empty(device="cpu")
+    initialise(model, seed=4)
+    assert (model.head.weight is model.embedding.weight) == tie_embeddings
+    assert model.num_parameters == num_parameters
+
+    direct = GPT(config)
+    initialise(direct, seed=4)
+    assert torch.equal(model(*batch)[0], direct(*batch)[0])
+
+
+def test_a_large_model_on_the_meta_device(make_config):
+    with torch.device("meta"):
+        model = GPT(
+            make_config(vocab_size=128_256, dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=28_672)
+        )
+    assert model.num_parameters == 70_553_706_496  # Llama 3 70B
+
+
+def test_wrong_sizes_are_all_reported(make_config):
+    with pytest.raises(ValueError, match=r"vocab_size is not set; .*num_kv_heads is not set"):
+        GPT(ModelConfig())
+    with pytest.raises(ValueError, match=r"head_dim is 7; .*num_heads is 4; expected a multiple of 3"):
+        GPT(make_config(head_dim=7, num_kv_heads=3))
+
+
+def test_a_longer_context_is_refused(make_model):
+    tokens_BT = torch.zeros(1, 49, dtype=torch.long)
+    with pytest.raises(ValueError, match="49 tokens are more than the longest context of 48"):
+        make_model()(tokens_BT, tokens_BT)
