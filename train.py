@@ -6,12 +6,17 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from configs.errors import ConfigError
 from configs.load import load_config
 from configs.schema import Config
+from data.errors import DataError
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, RunError, SharedError
 from launch.topology import Topology, detect_topology
+
+if TYPE_CHECKING:
+    import torch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_DONE
         return train(config, detect_topology(os.environ, options.local_rank))
     except ConfigError as error:
-        report("".join(f"\n  {problem}" for problem in error.problems), when=is_main)
+        report("\n  ".join(["", *error.problems]) if len(error.problems) > 1 else str(error), when=is_main)
         return EXIT_USAGE
     except SharedError as error:
         report(str(error), when=is_main)
         return EXIT_FAILURE
-    except RunError as error:
+    except (RunError, DataError) as error:
         report(f"rank {os.environ.get('RANK', '0')}: {error}")
         return EXIT_FAILURE
 
@@ -47,16 +52,25 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def train(config: Config, topology: Topology) -> int:
-    """One run, from its data to its exit code."""
-    from launch.engine import Engine, build_model, start_distributed, stop_distributed
+    """Joins the other ranks, runs, and leaves. Returns the exit code."""
+    from launch.engine import start_distributed, stop_distributed
     from launch.logs import start_screen_log
+
+    start_screen_log(topology.is_main)
+    device = start_distributed(topology, config)
+    exit_code = run(config, topology, device)
+    stop_distributed()
+    return exit_code
+
+
+def run(config: Config, topology: Topology, device: torch.device) -> int:
+    """One run, from its data to its exit code."""
+    from launch.engine import Engine, build_model
     from launch.run_folder import RunFolder
     from launch.start import announce, is_finished, prepare_folder
     from launch.trainer import Trainer
     from launch.training_data import batch_geometry, open_data
 
-    start_screen_log(topology.is_main)
-    device = start_distributed(topology, config)
     data, config = open_data(config)
     folder = RunFolder.of(config)
     prepare_folder(folder, config, topology)
@@ -68,9 +82,7 @@ def train(config: Config, topology: Topology) -> int:
     engine = Engine(model, config, topology, device, geometry.accumulation)
     trainer = Trainer(config, folder, data, geometry, engine)
     trainer.restore()
-    exit_code = trainer.fit()
-    stop_distributed()
-    return exit_code
+    return trainer.fit()
 
 
 def report(message: str, when: bool = True) -> None:

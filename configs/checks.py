@@ -106,10 +106,6 @@ def _step_problems(config: Config) -> Iterator[Problem]:
     train, optim = config.train, config.optim
     if train.stop_step is not None and train.stop_step > train.steps:
         yield Problem(("train.stop_step", "train.steps"), f"{train.stop_step} is beyond train.steps={train.steps}")
-    if optim.warmup_steps > train.steps:
-        yield Problem(
-            ("optim.warmup_steps", "train.steps"), f"{optim.warmup_steps} is beyond train.steps={train.steps}"
-        )
     for beta in optim.betas:
         if not 0 <= beta < 1:
             yield Problem(("optim.betas",), f"{beta} is not in [0, 1)")

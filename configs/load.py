@@ -142,6 +142,9 @@ def _validate(tree: Tree) -> tuple[Config | None, list[str]]:
         return config, [str(problem) for problem in find_problems(config)]
     except ValidationError as error:
         errors = error.errors()
+    locations = [item["loc"] for item in errors]
+    # A list whose entries are wrong is also reported as too short; that says nothing new.
+    errors = [item for item in errors if not _encloses_another(item["loc"], locations)]
     problems = [_field_problem(item) for item in errors]
     failed = {_dotted(item["loc"]) for item in errors}
     rest = tree
@@ -183,6 +186,10 @@ def _without(tree: Tree, location: tuple[int | str, ...], missing: bool) -> Tree
     elif missing or location[-1] in node:
         node[location[-1]] = placeholder
     return copy
+
+
+def _encloses_another(location: Sequence[int | str], locations: Sequence[Sequence[int | str]]) -> bool:
+    return any(len(other) > len(location) and other[: len(location)] == location for other in locations)
 
 
 def _field_problem(error: Any) -> str:

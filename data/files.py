@@ -1,7 +1,6 @@
 """Small file operations: hashing, and writing so that a file is either absent or complete."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -9,13 +8,12 @@ import xxhash
 _CHUNK_BYTES = 1 << 22
 
 
-def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> str:
-    """Hex xxh3-128 of a file's content; `on_bytes` is told the size of every chunk read."""
+def hash_file(path: Path) -> str:
+    """Hex xxh3-128 of a file's content."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
-            on_bytes(len(chunk))
     return digest.hexdigest()
 
 

@@ -26,7 +26,7 @@ from data.files import sync_folder
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _VERSION = 1
-_DTYPE_OF_CODE = {
+_DTYPE_OF_CODE: dict[int, np.dtype] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
     3: np.dtype("<i2"),
@@ -158,7 +158,7 @@ class IndexedShardWriter:
         """
         if len(tokens) > _MAX_SEQUENCE_TOKENS:
             raise DataError(
-                f"{self.prefix}: a document of {len(tokens):,} tokens; the format allows {_MAX_SEQUENCE_TOKENS:,}"
+                f"{self.prefix}: a document of {len(tokens):,} tokens; {_MAX_SEQUENCE_TOKENS:,} is the most"
             )
         stored = tokens.astype(self.dtype)
         if stored.dtype != tokens.dtype and not np.array_equal(stored, tokens):

@@ -29,6 +29,7 @@ from data.order import SampleOrder
 from data.source import TokenSource
 
 IGNORE = -100  # the target of padding; the default `ignore_index` of PyTorch's cross entropy
+_LOCATED_AT_ONCE = 256  # samples whose places are computed together; one call costs as much for 1 as for 256
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class BatchGeometry:
                 raise DataError(f"{name} is {value}; at least 1 expected")
         if self.slots_per_step < self.samples_per_step:
             raise DataError(
-                f"{self.samples_per_step:,} samples a step do not fit {self.world_size:,} ranks × micro-batches "
-                f"of {self.micro_batch_size:,} × {self.accumulation:,} accumulated = {self.slots_per_step:,}"
+                f"a step of {self.samples_per_step:,} samples does not fit {self.world_size:,} ranks with "
+                f"{self.accumulation:,} micro-batches of {self.micro_batch_size:,}: {self.slots_per_step:,} rows"
             )
 
     @property
@@ -116,8 +117,8 @@ class StepBatch:
         """Hex xxh3-64 of tokens and targets, to compare batches of two runs."""
         digest = xxhash.xxh3_64()
         for batch in self.micro_batches:
-            digest.update(batch.tokens.numpy())
-            digest.update(batch.targets.numpy())
+            digest.update(batch.tokens.numpy().data)
+            digest.update(batch.targets.numpy().data)
         return digest.hexdigest()
 
 
@@ -141,15 +142,15 @@ class StepLoader:
         pin_memory: bool = False,
     ) -> None:
         """Args:
-            sources: in the order that `order` was made for.
-            order: the data order.
-            geometry: layout of a step.
-            seq_len: T, tokens of a sequence.
-            rank: this process, 0 … world_size - 1.
-            first_sample: samples consumed before; the first step starts there.
-            vocab_size: ids the model has; any other id in the data is an error.
-            prefetch_steps: steps read ahead, at least 1.
-            pin_memory: put batches into page-locked memory (needs CUDA).
+        sources: in the order that `order` was made for.
+        order: the data order.
+        geometry: layout of a step.
+        seq_len: T, tokens of a sequence.
+        rank: this process, 0 … world_size - 1.
+        first_sample: samples consumed before; the first step starts there.
+        vocab_size: ids the model has; any other id in the data is an error.
+        prefetch_steps: steps read ahead, at least 1.
+        pin_memory: put batches into page-locked memory (needs CUDA).
         """
         assert prefetch_steps >= 1 and first_sample >= 0 and len(sources) == len(order.counts)
         self._sources = sources
@@ -159,7 +160,7 @@ class StepLoader:
         self._seq_len = seq_len
         self._vocab_size = vocab_size
         self._pin_memory = pin_memory
-        self._next_sample = first_sample
+        self._steps = self._read_steps(first_sample)
         self._pending: deque[Future[StepBatch]] = deque()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="StepLoader")
         for _ in range(prefetch_steps):
@@ -202,18 +203,21 @@ class StepLoader:
         self.close()
 
     def _submit(self) -> None:
-        self._pending.append(self._executor.submit(self._read_step, self._next_sample))
-        self._next_sample += self._samples_per_step
+        self._pending.append(self._executor.submit(next, self._steps))
 
-    def _read_step(self, first_sample: int) -> StepBatch:
-        samples = first_sample + self._slots[self._slots < self._samples_per_step]
-        location = self._order.locate(samples)
-        reads = [
-            (self._sources[source], window)
-            for source, window in zip(location.source.tolist(), location.window.tolist(), strict=True)
-        ]
-        micro_batches = _read_micro_batches(reads, self._slots.shape, self._seq_len, self._vocab_size)
-        return StepBatch(micro_batches, first_sample, num_targets=len(reads) * self._seq_len)
+    def _read_steps(self, first_sample: int) -> Iterator[StepBatch]:
+        """All steps from `first_sample` on. Runs in the thread."""
+        slots = self._slots[self._slots < self._samples_per_step]
+        num_steps = -(-_LOCATED_AT_ONCE // max(len(slots), 1))
+        while True:
+            first_samples = first_sample + self._samples_per_step * np.arange(num_steps)
+            located = self._order.locate(first_samples.reshape(-1, 1) + slots)
+            for step, step_first_sample in enumerate(first_samples.tolist()):
+                sources = [self._sources[source] for source in located.source[step].tolist()]
+                reads = list(zip(sources, located.window[step].tolist(), strict=True))
+                micro_batches = _read_micro_batches(reads, self._slots.shape, self._seq_len, self._vocab_size)
+                yield StepBatch(micro_batches, step_first_sample, num_targets=len(reads) * self._seq_len)
+            first_sample += num_steps * self._samples_per_step
 
 
 def validation_batches(
@@ -227,8 +231,8 @@ def validation_batches(
 ) -> Iterator[MicroBatch]:
     """This rank's part of a fixed validation set: evenly spaced windows of a source.
 
-    The set is the same on any number of ranks: `num_samples` windows, or all there are if that is fewer. Every
-    rank gets the same number of micro-batches, filled up with padding, so that collective operations match.
+    The set is the same on any number of ranks: `num_samples` windows, or all there are if that is fewer.
+    Every rank gets the same number of micro-batches, filled up with padding, so that collectives match.
 
     Args:
         source: what to validate on.

@@ -118,7 +118,7 @@ class SampleOrder:
 
 
 def samples_per_block(weights: Sequence[float]) -> np.ndarray:
-    """Samples of each source in a block of 4,096, by the largest remainder and at least 1: int64 [num_sources].
+    """Samples of each source in a block of 4,096, by the largest remainder, at least 1: int64 [num_sources].
 
     Each source first gets the whole part of its exact share (or 1); what is left over or missing is then
     settled one sample at a time with whichever source is furthest from its share.
@@ -156,7 +156,8 @@ def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     """
     shape = np.broadcast_shapes(np.shape(index), np.shape(size), np.shape(key))
     point, size, key = (
-        np.broadcast_to(np.asarray(value).astype(np.uint64), shape).reshape(-1) for value in (index, size, key)
+        np.broadcast_to(np.asarray(value).astype(np.uint64), shape).reshape(-1)
+        for value in (index, size, key)
     )
     result = _feistel(point, size, key)
     # Cycle walking: nearly always none are left, and each turn leaves far fewer.
@@ -184,7 +185,7 @@ def _ceil_sqrt(size: np.ndarray) -> np.ndarray:
 
 
 def _derive_key(*parts: int | np.ndarray) -> np.ndarray:
-    """64-bit hash of a sequence of integers or arrays of them, elementwise: uint64, at least one-dimensional."""
+    """64-bit hash of a sequence of integers or of arrays of them, elementwise: uint64, never a scalar."""
     key = np.zeros(1, np.uint64)
     for part in parts:
         if isinstance(part, int):

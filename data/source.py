@@ -49,7 +49,7 @@ class TokenSource:
         The suffix of a pair may be given too. Sizes are checked, hashes are not (`data.inspect` does that).
 
         Raises:
-            DataError: nothing there, or the manifest or a shard is missing, damaged or not what the other says.
+            DataError: nothing there, or the manifest or a shard is missing, damaged or contradicts the other.
         """
         path = Path(path)
         if path.is_dir():
@@ -58,12 +58,15 @@ class TokenSource:
             source = cls(path, manifest, shards)
             if source.num_tokens != manifest.num_tokens:
                 raise DataError(
-                    f"{path}: {source.num_tokens:,} tokens in the shards, {manifest.num_tokens:,} in the manifest"
+                    f"{path}: {source.num_tokens:,} tokens in the shards, "
+                    f"{manifest.num_tokens:,} in the manifest"
                 )
             return source
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
         if not bin_path(prefix).exists() and not idx_path(prefix).exists():
-            raise DataError(f"{path}: neither a folder with a manifest.json nor a {prefix.name}.bin/.idx pair")
+            raise DataError(
+                f"{path}: neither a folder with a manifest.json nor a {prefix.name}.bin/.idx pair"
+            )
         return cls(prefix, None, [IndexedShard.open(prefix)])
 
     def num_windows(self, seq_len: int) -> int:
@@ -74,7 +77,7 @@ class TokenSource:
         """
         if self.num_tokens <= seq_len:
             raise DataError(
-                f"{self.path}: {self.num_tokens:,} tokens; a sequence of {seq_len:,} needs at least {seq_len + 1:,}"
+                f"{self.path}: {self.num_tokens:,} tokens; one sequence of {seq_len:,} needs {seq_len + 1:,}"
             )
         return (self.num_tokens - 1) // seq_len
 
@@ -88,7 +91,9 @@ class TokenSource:
             shard_start = int(self._starts[shard])
             shard_stop = min(stop, int(self._starts[shard + 1]))
             count = shard_stop - start
-            out[filled : filled + count] = self.shards[shard].read(start - shard_start, shard_stop - shard_start)
+            out[filled : filled + count] = self.shards[shard].read(
+                start - shard_start, shard_stop - shard_start
+            )
             filled += count
             start = shard_stop
             shard += 1

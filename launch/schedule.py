@@ -36,4 +36,6 @@ def _shape(step: int, horizon_steps: int, optim: OptimConfig) -> float:
 
 def _progress(step: int, start: int, end: int) -> float:
     """0 before `start`, 1 from `end` on, linear between."""
-    return min(max((step - start) / max(end - start, 1), 0.0), 1.0)
+    if step >= end:
+        return 1.0
+    return max(step - start, 0) / (end - start)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.loader import BatchGeometry, MicroBatch, StepLoader, derive_accumulation, validation_batches
-from data.tokenizer import file_sha256
 
 from configs.errors import ConfigError
 from configs.schema import Config
@@ -146,7 +146,7 @@ def _common_tokenizer(config: Config, sources: list[TokenSource]) -> tuple[Path 
         path = Path(config.data.tokenizer)
         if not path.is_file():
             raise ConfigError([f"data.tokenizer: {path}: no such file"])
-        sha256 = file_sha256(path)
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         if hashes and sha256 not in hashes:
             raise ConfigError([f"data.tokenizer: {path} is not the tokenizer that the shards were made with"])
         return path, sha256

@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
 
-# Bytes of a chunk's fp32 logits; with copies in the compute dtype, up to twice as much is alive at once. Every chunk
-# reads and writes the whole weight gradient, so a chunk should hold several hundred tokens: it has 512 tokens for
-# a vocabulary of 131,072, and 2,048 for 32,768.
+# Bytes of a chunk's fp32 logits; with copies in the compute dtype, up to twice as much is alive at once. Every
+# chunk reads and writes the whole weight gradient, so a chunk should hold several hundred tokens: it has 512
+# for a vocabulary of 131,072, and 2,048 for 32,768.
 MAX_CHUNK_BYTES = 256 * 2**20
 
 

@@ -84,7 +84,8 @@ class GPT(nn.Module):
     def logits(self, tokens_BT: Tensor, cache: Cache | None = None, last_only: bool = False) -> Tensor:
         """Scores of the next token at every position (B, T, V), or only at the last one (B, 1, V).
 
-        With a cache, the tokens continue the cached positions and are added to the cache.
+        With a cache, the tokens continue the cached positions and are added to the cache. Caches are for use
+        under `torch.no_grad()`: with gradients on, every cached step would keep its graph alive.
 
         Raises:
             ValueError: the context would be larger than max_seq_len or than the cache.
@@ -128,12 +129,13 @@ class GPT(nn.Module):
         positions_T = torch.arange(start, end, device=tokens_BT.device)
         rotary = rotary_table(positions_T, self.rotary_dim, self.config.rope_theta)
         x_BTD = self.embedding(tokens_BT)
-        for layer, block in enumerate(self.blocks):
-            if self.activation_checkpointing and torch.is_grad_enabled():
+        layer_caches = [None] * len(self.blocks) if cache is None else cache.layers
+        for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
+            if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
                 # Nothing in a block is random, so there is no generator state to save.
                 x_BTD = checkpoint(block, x_BTD, rotary, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_BTD = block(x_BTD, rotary, cache.layers[layer] if cache is not None else None)
+                x_BTD = block(x_BTD, rotary, layer_cache)
         return self.final_norm(x_BTD)
 
 

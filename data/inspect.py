@@ -1,0 +1,148 @@
+"""`python -m data.inspect`: verify shards and show what is in them."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from data.command_line import ArgumentParser, Progress, run_command
+from data.errors import DataError
+from data.files import hash_file
+from data.indexed import IndexedShard, bin_path
+from data.manifest import MANIFEST_NAME, Manifest
+from data.source import TokenSource
+from data.tokenizer import Tokenizer
+
+_CHUNK_TOKENS = 1 << 24
+_SHOWN_TOKENS = 60
+
+
+def verify_hashes(folder: Path, manifest: Manifest) -> None:
+    """Compare every file of a source folder with its manifest.
+
+    Raises:
+        DataError: names the first file whose size or content differs.
+    """
+    with Progress("hashing", sum(record.size_bytes for record in manifest.files)) as progress:
+        done_bytes = 0
+        for record in manifest.files:
+            path = folder / record.name
+            if not path.is_file():
+                raise DataError(
+                    f"{path}: no such file; the manifest lists it with {record.size_bytes:,} bytes"
+                )
+            if path.stat().st_size != record.size_bytes:
+                raise DataError(
+                    f"{path}: {path.stat().st_size:,} bytes found, {record.size_bytes:,} in the manifest"
+                )
+            found = hash_file(path)
+            if found != record.xxh3:
+                raise DataError(f"{path}: content has changed: xxh3 {found}, {record.xxh3} in the manifest")
+            done_bytes += record.size_bytes
+            progress.update(done_bytes)
+
+
+def id_range(source: TokenSource) -> tuple[int, int]:
+    """Smallest and largest id of all tokens, (0, 0) if there are none.
+
+    Raises:
+        DataError: names file and token of the first id that is negative or beyond the vocabulary, if that is
+            known.
+    """
+    limit = source.manifest.vocab_size if source.manifest is not None else np.iinfo(np.int64).max
+    extremes: list[int] = []
+    shard_start = 0
+    for shard in source.shards:
+        for start in range(0, shard.num_tokens, _CHUNK_TOKENS):
+            tokens = shard.read(start, min(start + _CHUNK_TOKENS, shard.num_tokens))
+            extremes += [int(tokens.min()), int(tokens.max())]
+            if min(extremes) < 0 or max(extremes) >= limit:
+                wide = tokens.astype(np.int64)
+                position = int(np.argmax((wide < 0) | (wide >= limit)))
+                place = source.describe_offset(shard_start + start + position)
+                raise DataError(f"{place} has id {wide[position]:,}; 0 to {limit - 1:,} expected")
+        shard_start += shard.num_tokens
+    return min(extremes, default=0), max(extremes, default=0)
+
+
+def inspect_source(path: Path, num_samples: int) -> None:
+    """Verify one source, print its counts and the beginnings of a few documents.
+
+    Raises:
+        DataError: says what is wrong and where.
+    """
+    if path.is_dir():
+        verify_hashes(path, Manifest.read(path))
+    source = TokenSource.open(path)
+    num_documents = sum(shard.num_documents for shard in source.shards)
+    if source.manifest is not None and num_documents != source.manifest.num_documents:
+        raise DataError(
+            f"{path}: {num_documents:,} documents in the shards, "
+            f"{source.manifest.num_documents:,} in the manifest"
+        )
+    tokenizer = _load_tokenizer(path, source.manifest)
+    smallest, largest = id_range(source)
+
+    print(
+        f"{path}: {num_documents:,} documents, {source.num_tokens:,} tokens, ids {smallest:,} to {largest:,}"
+    )
+    for shard in source.shards:
+        counts = f"{shard.num_documents:,} documents, {shard.num_tokens:,} tokens in {shard.dtype}"
+        print(f"  {bin_path(shard.prefix).name}: {counts}")
+    if source.manifest is None:
+        print("  no manifest: tokenizer, vocabulary and end-of-document id are unknown; hashes not checked")
+    else:
+        vocab_size, eod_id = source.manifest.vocab_size, source.manifest.eod_id
+        print(f"  vocabulary {vocab_size:,}, end of document {eod_id}; hashes match")
+    for number in np.unique(np.linspace(0, num_documents - 1, min(num_samples, num_documents)).astype(int)):
+        print(f"  document {number:,}: {_beginning(source.shards, int(number), tokenizer)}")
+
+
+def _load_tokenizer(path: Path, manifest: Manifest | None) -> Tokenizer | None:
+    if manifest is None:
+        return None
+    tokenizer = Tokenizer.load(path / manifest.tokenizer_file)
+    if tokenizer.sha256 != manifest.tokenizer_sha256:
+        raise DataError(
+            f"{tokenizer.path}: sha256 {tokenizer.sha256}, {manifest.tokenizer_sha256} in the manifest"
+        )
+    return tokenizer
+
+
+def _beginning(shards: list[IndexedShard], document: int, tokenizer: Tokenizer | None) -> str:
+    """First tokens of a document of the source, as text where there is a tokenizer."""
+    for shard in shards:
+        if document < shard.num_documents:
+            start, stop = shard.document_offsets[document : document + 2].tolist()
+            ids = shard.read(start, min(stop, start + _SHOWN_TOKENS)).tolist()
+            return repr(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))
+        document -= shard.num_documents
+    raise IndexError(document)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+
+    def command() -> int:
+        parser = ArgumentParser(
+            prog="python -m data.inspect", description="Verify shards, and show what they hold."
+        )
+        parser.add_argument(
+            "path",
+            type=Path,
+            help="output of data.prepare, one of its splits, or a .bin/.idx pair without suffix",
+        )
+        parser.add_argument(
+            "--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)"
+        )
+        given = parser.parse_args(arguments)
+        splits = sorted(manifest.parent for manifest in given.path.glob(f"*/{MANIFEST_NAME}"))
+        for path in splits or [given.path]:
+            inspect_source(path, given.samples)
+        return 0
+
+    return run_command(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""A configuration is validated as a whole: every problem is found, named by its key, and answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from configs.errors import ConfigError
+from configs.load import differences, load_config, schema_keys, write_yaml
+from configs.schema import Config
+
+MINIMAL = {"data": {"sources": [{"path": "shards"}]}, "train": {"steps": 10, "global_batch_tokens": 2048}}
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    path = tmp_path / "minimal.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return list(caught.value.problems)
+
+
+def test_derived_sizes_and_defaults(minimal: Path) -> None:
+    config = load_config(minimal, ["model.dim=512", "model.num_heads=8", "model.num_kv_heads=2"])
+    assert (config.model.head_dim, config.model.num_kv_heads, config.model.ffn_dim) == (64, 2, 1408)
+    assert config.data.seq_len == config.model.max_seq_len == 1024
+    assert config.run.name == "minimal"
+
+
+def test_a_configuration_is_frozen(minimal: Path) -> None:
+    with pytest.raises(ValidationError):
+        load_config(minimal).optim.lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("written", "value"), [("1e-3", 1e-3), ("3", 3.0), ("2.5E+2", 250.0), (".5", 0.5), ("6.0e-4", 6e-4)]
+)
+def test_numbers_as_people_write_them(minimal: Path, written: str, value: float) -> None:
+    assert load_config(minimal, [f"optim.lr={written}"]).optim.lr == value
+
+
+def test_all_problems_at_once(minimal: Path) -> None:
+    problems = problems_of(
+        minimal,
+        "optim.lrr=3",
+        "modle.dim=4",
+        "train.steps=many",
+        "train.micro_batch_size=0",
+        "model.num_heads=3",
+        "optim.betas=[0.9, 1.5]",
+        "deepspeed.overrides.scheduler={type: WarmupLR}",
+        "nonsense",
+    )
+    text = "\n".join(problems)
+    assert len(problems) == 8
+    assert "optim.lrr: unknown key; did you mean optim.lr?" in text
+    assert "modle: unknown key; did you mean model?" in text
+    assert "train.steps: 'many' is not allowed" in text
+    assert "train.micro_batch_size: 0 is not allowed" in text
+    assert "model.num_heads: 3 does not divide model.dim=256" in text
+    assert "optim.betas: 1.5 is not in [0, 1)" in text
+    assert "deepspeed.overrides.scheduler: is generated; set optim.schedule" in text
+    assert "'nonsense': expected key.sub=value" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("lr=1", "did you mean optim.lr?"),
+        ("model.attention.qknorm=true", "did you mean model.attention.qk_norm?"),
+        ("train.learning_rate=1", "unknown key"),
+        ("model.num_kv_heads=3", "does not divide model.num_heads=4"),
+        ("model.head_dim=7", "must be even"),
+        ("data.seq_len=2000", "longer than model.max_seq_len=1024"),
+        ("train.global_batch_tokens=1500", "the nearest: 1024 or 2048"),
+        ("train.global_batch_tokens=10", "the nearest: 1024"),
+        ("train.stop_step=11", "beyond train.steps=10"),
+        ("train.profile={start_step: 8, steps: 4}", "not all before the last step 10"),
+        ("run.seed=true", "True is not allowed"),
+        ("run.seed=1.5", "1.5 is not allowed"),
+        ("run.name=a/b", "'a/b' is not allowed"),
+        ("optim.lr=.nan", "nan is not allowed"),
+        ("optim.lr=-1", "-1 is not allowed; expected greater than 0"),
+        ("optim.name=sgd", "'sgd' is not allowed; expected 'adamw'"),
+        ("deepspeed.zero_stage=4", "expected 0, 1, 2 or 3"),
+        ("deepspeed.overrides.zero_optimization.stage=2", "set deepspeed.zero_stage instead"),
+        ("deepspeed.overrides.bf16={enabled: true}", "set train.precision instead"),
+        ("deepspeed.overrides.gradient_clipping=1", "set optim.grad_clip instead"),
+        ("deepspeed.overrides.train_batch_size=1", "set train.global_batch_tokens instead"),
+        ("deepspeed.overrides.optimizer={type: Adam}", "set optim.* instead"),
+        ("deepspeed.overrides.zero_optimizaton={}", "is not supported; allowed:"),
+        ("deepspeed.overrides.zero_optimization.offload_optimizer={device: cpu}", "is not supported"),
+        ("data.sources=[]", "data.sources: [] is not allowed"),
+        ("data.sources=[{pth: x}]", "data.sources.0.pth: unknown key; did you mean data.sources.path?"),
+        ("data.sources.1.path=x", "'1' is not an index of a list with 1 entries"),
+        ("data.sources.0.weight=0", "data.sources.0.weight: 0 is not allowed"),
+        ("data.val_sources={a/b: x}", "cannot name a validation set"),
+        ("train=3", "train: 3 is not allowed; expected a mapping of keys"),
+        ("train.steps.more=3", "train.steps.more: steps holds 10, which has no keys"),
+        ("optim.lr=[", "not valid YAML"),
+    ],
+)
+def test_one_problem_is_named_with_an_answer(minimal: Path, override: str, answer: str) -> None:
+    problems = problems_of(minimal, override)
+    assert answer in "\n".join(problems)
+    assert all("\n" not in problem for problem in problems)
+
+
+def test_an_init_from_and_a_resume_path_contradict_each_other(minimal: Path) -> None:
+    assert "set only one of them" in problems_of(minimal, "run.init_from=a", "run.resume=b")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("a: [1", "not valid YAML: line 1"),
+        ("- 1\n- 2", "expected a mapping of sections, found list"),
+        ("train: {}\ntrain: {}", "key 'train' is given twice"),
+        ("1: 2", "key 1 is not a string"),
+        ("", "data: is required"),
+        ("a: !!python/object:os.system x", "not valid YAML"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, answer: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    assert answer in "\n".join(problems_of(path))
+
+
+def test_missing_and_undecodable_files(tmp_path: Path) -> None:
+    assert "no such configuration file" in problems_of(tmp_path / "none.yaml")[0]
+    (tmp_path / "latin.yaml").write_bytes(b"run: {name: \xe9}")
+    assert "cannot be read" in problems_of(tmp_path / "latin.yaml")[0]
+
+
+def test_a_resolved_configuration_reads_back_the_same(minimal: Path, tmp_path: Path) -> None:
+    config = load_config(minimal, ["train.profile={start_step: 1, steps: 2}", "optim.betas=[0.8, 0.9]"])
+    write_yaml(config, tmp_path / "resolved.yaml")
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_differences_name_every_changed_leaf() -> None:
+    old = {"a": {"b": 1, "c": 2}, "d": [1]}
+    new = {"a": {"b": 1, "c": 3, "e": 4}, "d": [2]}
+    assert list(differences(old, new)) == [("a.c", 2, 3), ("a.e", None, 4), ("d", [1], [2])]
+
+
+def test_every_key_has_a_description() -> None:
+    leaves = [(key, field) for key, field in schema_keys(Config) if "." in key]
+    sections = {key.rpartition(".")[0] for key, _ in leaves}
+    assert [key for key, field in leaves if key not in sections and not field.description] == []

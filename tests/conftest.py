@@ -1,0 +1,149 @@
+"""Shared fixtures: small token shards, a tiny configuration, and ways to start real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from data.indexed import IndexedShardWriter, token_dtype
+from launch.topology import free_port
+
+ROOT = Path(__file__).parents[1]
+VOCAB_SIZE = 96
+NUM_TOKENS = 20_000
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that has ended."""
+
+    code: int
+    output: str
+    errors: str
+
+
+def write_shard(prefix: Path, seed: int, num_tokens: int = NUM_TOKENS, vocab_size: int = VOCAB_SIZE) -> Path:
+    """A Megatron pair of documents with a learnable pattern: each token is near the one before."""
+    rng = np.random.default_rng(seed)
+    tokens = np.cumsum(rng.integers(-3, 4, num_tokens)) % vocab_size
+    with IndexedShardWriter(prefix, token_dtype(vocab_size)) as writer:
+        for document in np.array_split(tokens, 20):
+            writer.add_document(document)
+    return prefix
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Prefixes of a training and a validation shard without manifest."""
+    folder = tmp_path_factory.mktemp("shards")
+    return {"train": write_shard(folder / "train", seed=1), "val": write_shard(folder / "val", seed=2)}
+
+
+@pytest.fixture
+def tiny_config(tmp_path: Path, shards: dict[str, Path]) -> Path:
+    """A configuration file of a run that takes a second, with accumulation 2 on one rank."""
+    config = {
+        "run": {"dir": str(tmp_path / "runs"), "name": "tiny"},
+        "model": {
+            "vocab_size": VOCAB_SIZE,
+            "dim": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "max_seq_len": 32,
+        },
+        "optim": {"lr": 5e-3, "warmup_steps": 2},
+        "data": {"sources": [{"path": str(shards["train"])}], "val_sources": {"held_out": str(shards["val"])}},
+        "train": {"steps": 6, "global_batch_tokens": 256, "micro_batch_size": 2, "precision": "fp32"},
+        "validation": {"every_steps": 3, "batches": 2},
+    }
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def environment() -> dict[str, str]:
+    """The environment of a started process: no launcher's variables, one thread."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {key: value for key, value in os.environ.items() if key not in launcher}
+    scripts = str(Path(sys.executable).parent)
+    return {**kept, "PATH": f"{scripts}:{kept['PATH']}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def start(command: Sequence[str]) -> subprocess.Popen[str]:
+    """Starts a command at the project's root in a process group of its own."""
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 180) -> Finished:
+    """Waits for a process; ends its whole group when it takes too long."""
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, errors = process.communicate()
+        pytest.fail(f"{process.args} took more than {timeout} s\n{output}\n{errors}")
+    return Finished(process.returncode, output, errors)
+
+
+def python(*arguments: str | Path, timeout: float = 180) -> Finished:
+    """Runs this interpreter at the project's root."""
+    return finish(start([sys.executable, *map(str, arguments)]), timeout)
+
+
+def launcher_command(launcher: str, num_ranks: int, script: str | Path, *arguments: str) -> list[str]:
+    """The command line that starts `script` on `num_ranks` CPU ranks, with a port of its own."""
+    port = str(free_port())
+    scripts = Path(sys.executable).parent
+    if launcher == "deepspeed":
+        start_with = [str(scripts / "deepspeed"), "--num_gpus", str(num_ranks), "--master_port", port]
+    elif launcher == "torchrun":
+        start_with = [str(scripts / "torchrun"), "--nproc_per_node", str(num_ranks), "--master_port", port]
+    else:
+        assert num_ranks == 1
+        start_with = [sys.executable]
+    return [*start_with, str(script), *arguments]
+
+
+Case = tuple[Path, list[str]]
+
+
+@pytest.fixture
+def run_cases(tmp_path: Path) -> Callable[..., list[list[Any]]]:
+    """Runs cases (configuration file, overrides) in one process group; returns each rank's outcomes."""
+
+    def run(num_ranks: int, cases: Sequence[Case], timeout: float = 400) -> list[list[Any]]:
+        path = tmp_path / f"cases_{len(list(tmp_path.glob('cases_*')))}.json"
+        path.write_text(json.dumps([[str(config), overrides] for config, overrides in cases]))
+        launcher = "plain" if num_ranks == 1 else "torchrun"
+        command = launcher_command(launcher, num_ranks, ROOT / "tests/launch/worker.py", str(path))
+        finished = finish(start(command), timeout)
+        assert finished.code == 0, finished.output + finished.errors
+        return [json.loads(Path(f"{path}.rank_{rank}").read_text()) for rank in range(num_ranks)]
+
+    return run
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """The records of a run."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
