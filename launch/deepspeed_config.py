@@ -13,7 +13,8 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int, num_par
     """Everything that `deepspeed.initialize` needs, generated, with `deepspeed.overrides` merged in.
 
     bf16 keeps fp32 master weights, accumulates gradients in fp32 and reduces them in fp32. Stage 0 cannot accumulate
-    bf16 gradients in fp32 in DeepSpeed, so there the weights stay fp32 and the forward pass runs under bf16 autocast.
+    bf16 gradients in fp32 in DeepSpeed, so there the weights stay fp32 and the forward pass runs under bf16 autocast;
+    and it does not tell the gradient norm there, so our engine clips at that stage.
 
     Args:
         accumulation: micro-batches a rank runs in one optimizer step.
@@ -26,7 +27,7 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int, num_par
         "train_batch_size": micro_batch_size * accumulation * world_size,
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": config.optim.grad_clip,
+        "gradient_clipping": config.optim.grad_clip if stage > 0 else 0.0,
         "steps_per_print": 2**62,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {

@@ -96,7 +96,8 @@ class PendingReport:
         copies = len(rows) if self._replicated else 1
         clipped = [math.sqrt(sum(column) / copies) for column in squares]
         total = math.sqrt(sum(norm**2 for norm in clipped))
-        # The optimizer sees clipped gradients; DeepSpeed's norm is the one before clipping (-1 where it has none).
+        # From stage 1 on, the optimizer sees clipped gradients, and DeepSpeed's norm is the one before clipping.
+        # Where it has none (-1), at stage 0, the squares are those before clipping.
         global_norm = grad_norm[0] if grad_norm[0] >= 0 or math.isnan(grad_norm[0]) else total
         unclip = global_norm / total if total > 0 else 1.0
         return StepReport(
@@ -228,7 +229,7 @@ class Engine:
         self._config = config
         self._topology = topology
         self._replicated = config.deepspeed.zero_stage == 0
-        self._squares: dict[str, Tensor] = {}
+        self._squares: dict[str, Any] = {}
         self._used_rates: dict[str, float] = {}
         self._forward_watch = Stopwatch(device)
         deepspeed = import_deepspeed(device)
@@ -341,17 +342,22 @@ class Engine:
             group["lr"] = rates[group["name"]]
 
     def _before_base_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Notes the rates that the optimizer is about to use and the squared norms of its (clipped) gradients.
+        """Notes the rates that the optimizer is about to use and the squared norms of its gradients.
 
         DeepSpeed calls the base optimizer once in all, once per group, or once per sub-group, by stage.
         """
         for group in optimizer.param_groups:
-            name = group["name"]
-            for flat in group["params"]:
-                if flat.grad is not None:
-                    square = flat.grad.detach().float().square().sum(dtype=torch.float64)
-                    self._squares[name] = self._squares.get(name, 0.0) + square
-                    self._used_rates[name] = group["lr"]
+            gradients = [flat.grad for flat in group["params"] if flat.grad is not None]
+            if gradients:
+                square = torch.nn.utils.get_total_norm(gradients).double().square()
+                name = group["name"]
+                self._squares[name] = self._squares.get(name, 0.0) + square
+                self._used_rates[name] = group["lr"]
+        if self._replicated and self._config.optim.grad_clip > 0:
+            # DeepSpeed's own clipping at stage 0 keeps the norm to itself, so it is off there.
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            norm = sum(self._squares.values()).sqrt()
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._config.optim.grad_clip, norm)
 
     def _gather(self, loss_sum: Tensor, z_sum: Tensor, host_values: list[Any]) -> PendingReport:
         names = [group.value for group in self.groups]
@@ -359,8 +365,8 @@ class Engine:
         assert row.numel() == NUM_FIXED_COLUMNS + len(names)
         row = row.to(self.device, non_blocking=True)
         row[0], row[1] = loss_sum, z_sum
-        norm = self._engine.get_global_grad_norm()
-        if norm is not None and self._config.optim.grad_clip > 0:
+        norm = None if self._replicated else self._engine.get_global_grad_norm()
+        if norm is not None:
             row[3] = norm
         for column, name in enumerate(names, start=NUM_FIXED_COLUMNS):
             row[column] = self._squares.get(name, 0.0)

@@ -88,8 +88,16 @@ def memory_bytes(num_parameters: int, config: Config, stage: int, num_ranks: int
         "gradients": gradients * num_parameters / gradient_share,
         "optimizer": optimizer * num_parameters / optimizer_share,
         "activations": _activation_bytes(config),
-        "logits": float(MAX_CHUNK_BYTES),
+        "logits": _logit_bytes(config),
     }
+
+
+def _logit_bytes(config: Config) -> float:
+    """The fp32 logits of one chunk and their gradient."""
+    assert config.data.seq_len is not None
+    assert config.model.vocab_size is not None
+    whole = 4 * config.train.micro_batch_size * config.data.seq_len * config.model.vocab_size
+    return 2.0 * min(whole, MAX_CHUNK_BYTES)
 
 
 def _activation_bytes(config: Config) -> float:

@@ -38,4 +38,4 @@ def _progress(step: int, start: int, end: int) -> float:
     """0 before `start`, 1 from `end` on, linear between."""
     if step >= end:
         return 1.0
-    return max(step - start, 0) / (end - start)
+    return max(step - start, 0) / max(end - start, 1)

@@ -1,0 +1,125 @@
+"""Every text comes back byte for byte, and nothing in a text becomes the end of a document."""
+
+import sys
+import test
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.errors import DataError
+from data.tokenizer import END_OF_DOCUMENT, Tokenizer, train_sentencepiece
+
+AWKWARD = [
+    "",
+    " ",
+    "  two  spaces  ",
+    "\n",
+    "\n\n\n a\n",
+    "\t\ttabs\t",
+    "\r\n and \r",
+    "\x01\x0b\x0c\x1b\x7f\x85",
+    "\u00a0\u2003\u2028\u2029\u3000\ufeff",
+    "👩🏽‍🚀 🇳🇱 🏴󠁧󠁢󠁳󠁣󠁴󠁿",  # noqa: RUF001
+    "e\u0301 and é, ﬁ, Å, ①, ㌔",  # noqa: RUF001
+    "العربية עברית हिन्दी ไทย 한국어 日本語 中文 ქართული አማርኛ ᚠᚢᚦ 𒀀𒀁 𝔘𝔫𝔦",  # noqa: RUF001
+    "Z͑ͫ̓ͪ̂ͫ̽͏̴̙̤̞͉͚̯̞̠͍A̴̵̜̰͔ͫ͗͢L̠ͨͧͩ͘G̴̻͈͍͔̹̑͗̎̅͛́Ǫ̵̹̻̝̳͂̌̌͘!",  # noqa: RUF001
+    "\ufffd\ufffe\U0010ffff",
+    "<unk> <s> </s> <pad> <0x0A> <0xFF>",
+    "x" * 20_000,
+    "0123456789" * 50,
+    f"a{END_OF_DOCUMENT}b {END_OF_DOCUMENT}",
+]
+
+
+@pytest.fixture(scope="module", params=["unigram", "bpe"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, texts) -> Tokenizer:
+    path = tmp_path_factory.mktemp(request.param) / "tokenizer.model"
+    train_sentencepiece([*texts, *AWKWARD], path, 600, request.param)
+    return Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_awkward_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= token < tokenizer.vocab_size for token in ids)
+
+
+@given(text=st.text(st.characters(exclude_characters="\0\u2581", exclude_categories=["Cs"])))
+def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eod_id not in ids
+
+
+def test_every_character_comes_back(tokenizer: Tokenizer) -> None:
+    everything = [chr(code) for code in range(1, sys.maxunicode + 1, 7) if not 0xD800 <= code < 0xE000]
+    text = "".join(everything).replace("\u2581", "")
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_the_interpreters_own_test_files_come_back(tokenizer: Tokenizer) -> None:
+    paths = sorted(Path(test.__file__).parent.glob("cjkencodings/*-utf8.txt"))
+    if not paths:
+        pytest.skip("this interpreter has no test/cjkencodings")
+    for path in paths:
+        text = path.read_bytes().decode()
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_documented_exceptions(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(tokenizer.encode("a\u2581b")) == "a b"
+    assert tokenizer.decode(tokenizer.encode("a\0b")) == "ab"
+
+
+def test_name_of_the_control_piece_is_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(f"{END_OF_DOCUMENT} x {END_OF_DOCUMENT}")
+    assert tokenizer.eod_id not in ids
+    assert len(ids) > 4
+
+
+def test_newline_is_one_piece(tokenizer: Tokenizer) -> None:
+    assert len(tokenizer.encode("\n\n")) == 2
+
+
+def test_training_is_reproducible(tmp_path: Path, texts) -> None:
+    for name in ("a", "b"):
+        train_sentencepiece(texts, tmp_path / name, 400, "unigram")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_long_lines_are_learnt_from(tmp_path: Path) -> None:
+    train_sentencepiece(["characteristically " * 20_000], tmp_path / "model", 285, "bpe")
+    assert len(Tokenizer.load(tmp_path / "model").encode("characteristically")) < 5
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "bpe"])
+@pytest.mark.parametrize(
+    ("corpus", "vocab_size", "message"),
+    [
+        (["a few words"], 8192, "a vocabulary of 8,192 is too large for this text"),
+        (["a few words"], 100, "a vocabulary of 100 is too small for this text"),
+        ([], 8192, "no text to train"),
+        (["\n"], 8192, "no text to train"),
+    ],
+)
+def test_corpus_that_does_not_fit(
+    tmp_path: Path, capfd, model_type: str, corpus: list[str], vocab_size: int, message: str
+) -> None:
+    with pytest.raises(DataError, match=message) as error:
+        train_sentencepiece(corpus, tmp_path / "model", vocab_size, model_type)
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
+    assert not (tmp_path / "model").exists()
+
+
+def test_files_that_are_no_tokenizer(tmp_path: Path, capfd) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        Tokenizer.load(tmp_path / "absent.model")
+    for content in (b"", b"not a model", bytes(range(256))):
+        (tmp_path / "bad.model").write_bytes(content)
+        with pytest.raises(DataError, match=r"bad\.model"):
+            Tokenizer.load(tmp_path / "bad.model")
+    assert capfd.readouterr() == ("", "")
