@@ -38,7 +38,7 @@ def clean_documents(
     for file in files:
         for text, place, end_bytes in read_documents(file, options):
             counts["documents"] += 1
-            if "\0" in text:  # SentencePiece drops them anyway
+            if "\0" in text:  # debris of broken extraction, never text
                 counts["nul"] += text.count("\0")
                 text = text.replace("\0", "")
             if not text.strip():

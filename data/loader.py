@@ -57,8 +57,8 @@ class BatchGeometry:
                 raise DataError(f"{name} is {value}; at least 1 expected")
         if self.slots_per_step < self.samples_per_step:
             raise DataError(
-                f"a step of {self.samples_per_step:,} samples does not fit {self.world_size:,} ranks with "
-                f"{self.accumulation:,} micro-batches of {self.micro_batch_size:,}: {self.slots_per_step:,} rows"
+                f"a step of {self.samples_per_step:,} samples does not fit the {self.slots_per_step:,} rows of "
+                f"{self.world_size:,} ranks x {self.accumulation:,} micro-batches x {self.micro_batch_size:,}"
             )
 
     @property

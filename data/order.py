@@ -94,10 +94,10 @@ class SampleOrder:
 
         Costs about 0.1 ms for each block of 4,096 that the samples touch, and 1 µs a sample.
         """
-        samples = np.asarray(samples, np.int64)
-        blocks, positions = np.divmod(samples, BLOCK_SAMPLES)
-        source = np.empty_like(samples)
-        rank = np.empty_like(samples)
+        shape = np.shape(samples)
+        blocks, positions = np.divmod(np.asarray(samples, np.int64).reshape(-1), BLOCK_SAMPLES)
+        source = np.empty_like(blocks)
+        rank = np.empty_like(blocks)
         for block in np.unique(blocks):
             here = blocks == block
             block_sources, block_ranks = self._lay_out_block(int(block))
@@ -105,7 +105,8 @@ class SampleOrder:
             rank[here] = block * self.counts[source[here]] + block_ranks[positions[here]]
         epoch, index = np.divmod(rank, self._num_windows[source].astype(np.int64))
         key = _derive_key(self._seed, _WINDOW_ORDER, source, epoch)
-        return Location(source, epoch, permute(index, self._num_windows[source], key))
+        window = permute(index, self._num_windows[source], key)
+        return Location(source.reshape(shape), epoch.reshape(shape), window.reshape(shape))
 
     def _lay_out_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, samples of it earlier in the block) of each position: two int64 [4096]."""

@@ -108,8 +108,9 @@ def prepare(options: Options) -> None:
         print(f"{options.output} was made from the same input with the same options: nothing to do")
         return
     with _partial_folder(options.output) as folder:
+        megabytes = input_record["size_bytes"] / 1e6
         print(
-            f"reading {len(files):,} files, {input_record['size_bytes'] / 1e6:,.1f} MB; writing {folder}",
+            f"reading {_plural(len(files), 'file')}, {megabytes:,.1f} MB; writing {folder}",
             flush=True,
         )
         tokenizer = _get_tokenizer(options, files, folder)
@@ -269,10 +270,9 @@ def _print_summary(
     num_tokens = sum(writer.num_tokens for writer in writers.values())
     print(f"prepared {options.output} in {seconds:.1f} s")
     for split, writer in writers.items():
-        num_shards = len(writer.prefixes)
         print(
             f"  {options.output / split}: {writer.num_documents:,} documents, {writer.num_tokens:,} tokens, "
-            f"{num_shards:,} shard{'s' if num_shards > 1 else ''}"
+            f"{_plural(len(writer.prefixes), 'shard')}"
         )
     if options.val_fraction > 0 and "val" not in writers:
         print(
@@ -286,6 +286,10 @@ def _print_summary(
     print(
         f"  skipped {counts['empty']:,} empty documents, dropped {counts['nul']:,} NUL characters", flush=True
     )
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _parse_arguments(arguments: list[str] | None) -> Options:

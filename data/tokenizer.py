@@ -65,7 +65,7 @@ class Tokenizer:
         """Text of ids; control ids stand for nothing.
 
         For a model of `train_sentencepiece`, `decode(encode(text)) == text`, except that U+2581 (▁), which
-        SentencePiece writes for a space, comes back as a space and U+0000 is lost.
+        SentencePiece writes for a space, comes back as a space.
         """
         return self._processor.decode(list(ids))
 

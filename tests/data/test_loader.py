@@ -106,9 +106,7 @@ def global_rows(
     ]
 
 
-@given(
-    samples_per_step=st.integers(1, 50), micro_batch_size=st.integers(1, 6), world_size=st.integers(1, 6)
-)
+@given(samples_per_step=st.integers(1, 50), micro_batch_size=st.integers(1, 6), world_size=st.integers(1, 6))
 def test_slots_partition_a_step(samples_per_step: int, micro_batch_size: int, world_size: int) -> None:
     accumulation = derive_accumulation(samples_per_step, micro_batch_size, world_size)
     geometry = BatchGeometry(samples_per_step, micro_batch_size, accumulation, world_size)
@@ -176,9 +174,9 @@ def test_resume_mid_epoch_then_two_more_epochs(sources) -> None:
     before = BatchGeometry(samples_per_step=5, micro_batch_size=5, accumulation=1, world_size=1)
     after = BatchGeometry(samples_per_step=5, micro_batch_size=1, accumulation=3, world_size=2)
     stop_step = 4
-    rows = sum(global_rows([source], order, before, 0, stop_step), [])
-    rows += sum(global_rows([source], order, after, 5 * stop_step, 3 * num_windows // 5 - stop_step), [])
-    windows = [(row[0] - 1000) // SEQ_LEN for row in rows]
+    steps = global_rows([source], order, before, 0, stop_step)
+    steps += global_rows([source], order, after, 5 * stop_step, 3 * num_windows // 5 - stop_step)
+    windows = [(row[0] - 1000) // SEQ_LEN for rows in steps for row in rows]
     for epoch in range(3):
         assert sorted(windows[epoch * num_windows :][:num_windows]) == list(range(num_windows))
 
@@ -238,8 +236,7 @@ def test_bad_id_names_file_and_token(write_shard, dtype: str, bad_id: int) -> No
     before = set(threading.enumerate())
     loader = make_loader([source], order, geometry)
     with pytest.raises(DataError, match=rf"bad\.bin: token 77 has id {bad_id:,}; 0 to 29,999 expected"):
-        for _ in range(5):
-            next(loader)
+        list(loader)
     assert set(threading.enumerate()) == before
     with pytest.raises(StopIteration):
         next(loader)

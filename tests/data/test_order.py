@@ -18,9 +18,7 @@ seeds = st.integers(-(2**63), 2**64)
 
 def locate_all(order: SampleOrder, num_samples: int) -> list[tuple[int, int, int]]:
     location = order.locate(np.arange(num_samples))
-    return list(
-        zip(location.source.tolist(), location.epoch.tolist(), location.window.tolist(), strict=True)
-    )
+    return list(zip(location.source.tolist(), location.epoch.tolist(), location.window.tolist(), strict=True))
 
 
 @settings(deadline=None)
@@ -76,7 +74,9 @@ def test_counts_are_the_largest_remainder(weights: list[float]) -> None:
     if min(shares) >= 1:
         assert all(abs(count - share) < 1 for count, share in zip(counts, shares, strict=True))
         rounded_up = [float(share % 1) for count, share in zip(counts, shares, strict=True) if count > share]
-        rounded_down = [float(share % 1) for count, share in zip(counts, shares, strict=True) if count < share]
+        rounded_down = [
+            float(share % 1) for count, share in zip(counts, shares, strict=True) if count < share
+        ]
         assert min(rounded_up, default=1) >= max(rounded_down, default=0) - 1e-9
 
 

@@ -1,10 +1,10 @@
 """Every text comes back byte for byte, and nothing in a text becomes the end of a document."""
 
 import sys
-import test
 from pathlib import Path
 
 import pytest
+import test
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,12 +19,12 @@ AWKWARD = [
     "\n\n\n a\n",
     "\t\ttabs\t",
     "\r\n and \r",
-    "\x01\x0b\x0c\x1b\x7f\x85",
+    "\0\x01\x0b\x0c\x1b\x7f\x85",
     "\u00a0\u2003\u2028\u2029\u3000\ufeff",
-    "👩🏽‍🚀 🇳🇱 🏴󠁧󠁢󠁳󠁣󠁴󠁿",  # noqa: RUF001
-    "e\u0301 and é, ﬁ, Å, ①, ㌔",  # noqa: RUF001
-    "العربية עברית हिन्दी ไทย 한국어 日本語 中文 ქართული አማርኛ ᚠᚢᚦ 𒀀𒀁 𝔘𝔫𝔦",  # noqa: RUF001
-    "Z͑ͫ̓ͪ̂ͫ̽͏̴̙̤̞͉͚̯̞̠͍A̴̵̜̰͔ͫ͗͢L̠ͨͧͩ͘G̴̻͈͍͔̹̑͗̎̅͛́Ǫ̵̹̻̝̳͂̌̌͘!",  # noqa: RUF001
+    "👩🏽‍🚀 🇳🇱 🏴󠁧󠁢󠁳󠁣󠁴󠁿",
+    "e\u0301 and é, ﬁ, Å, ①, ㌔",
+    "العربية עברית हिन्दी ไทย 한국어 日本語 中文 ქართული አማርኛ ᚠᚢᚦ 𒀀𒀁 𝔘𝔫𝔦",
+    "Z͑ͫ̓ͪ̂ͫ̽͏̴̙̤̞͉͚̯̞̠͍A̴̵̜̰͔ͫ͗͢L̠ͨͧͩ͘G̴̻͈͍͔̹̑͗̎̅͛́Ǫ̵̹̻̝̳͂̌̌͘!",
     "\ufffd\ufffe\U0010ffff",
     "<unk> <s> </s> <pad> <0x0A> <0xFF>",
     "x" * 20_000,
@@ -47,7 +47,7 @@ def test_awkward_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert all(0 <= token < tokenizer.vocab_size for token in ids)
 
 
-@given(text=st.text(st.characters(exclude_characters="\0\u2581", exclude_categories=["Cs"])))
+@given(text=st.text(st.characters(exclude_characters="\u2581", exclude_categories=["Cs"])))
 def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -69,9 +69,8 @@ def test_the_interpreters_own_test_files_come_back(tokenizer: Tokenizer) -> None
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_documented_exceptions(tokenizer: Tokenizer) -> None:
+def test_documented_exception(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\u2581b")) == "a b"
-    assert tokenizer.decode(tokenizer.encode("a\0b")) == "ab"
 
 
 def test_name_of_the_control_piece_is_text(tokenizer: Tokenizer) -> None:

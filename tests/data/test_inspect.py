@@ -1,0 +1,95 @@
+"""`data.inspect` says what is wrong with a shard, and shows what is in a good one."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data import inspect, prepare
+from data.files import hash_file
+from data.indexed import IndexedShardWriter
+
+
+@pytest.fixture
+def output(tmp_path: Path, tokenizer_path: Path, texts: list[str]) -> Path:
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    options = prepare.Options(
+        [str(tmp_path / "in.jsonl")], tmp_path / "out", tokenizer_path, val_fraction=0.2
+    )
+    prepare.prepare(options)
+    return options.output
+
+
+def flip_last_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def rewrite_with_bad_id(path: Path) -> None:
+    """A shard with an id beyond the vocabulary, and a manifest that agrees with it."""
+    manifest = json.loads((path.parent / "manifest.json").read_text())
+    with IndexedShardWriter(path.with_suffix(""), np.dtype("<u2")) as writer:
+        writer.add_document(np.array([1, 2, 400]))
+    manifest["num_tokens"], manifest["num_documents"] = 3, 1
+    for record in manifest["files"]:
+        file = path.parent / record["name"]
+        record["size_bytes"], record["xxh3"] = file.stat().st_size, hash_file(file)
+    (path.parent / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_good_output(output: Path, capsys, texts: list[str]) -> None:
+    assert inspect.main([str(output), "--samples", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{output / 'train'}: " in shown
+    assert f"{output / 'val'}: " in shown
+    assert "hashes match" in shown
+    assert any(repr(text)[1:30] in shown for text in texts)
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 1000])
+def test_number_of_samples(output: Path, capsys, num_samples: int) -> None:
+    assert inspect.main([str(output / "val"), "--samples", str(num_samples)]) == 0
+    shown = capsys.readouterr().out
+    num_documents = json.loads((output / "val" / "manifest.json").read_text())["num_documents"]
+    assert shown.count("  document ") == min(num_samples, num_documents)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), "train-00000.bin: no such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-2]), "in the manifest"),
+        (flip_last_byte, "train-00000.bin: content has changed"),
+        (lambda path: flip_last_byte(path.with_suffix(".idx")), "train-00000.idx: content has changed"),
+        (lambda path: flip_last_byte(path.with_name("tokenizer.model")), "tokenizer.model: "),
+        (lambda path: path.with_name("manifest.json").write_text("{"), "manifest.json: not valid JSON"),
+        (rewrite_with_bad_id, "train-00000.bin: token 2 has id 400; 0 to 399 expected"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(output: Path, capsys, damage, message: str) -> None:
+    damage(output / "train" / "train-00000.bin")
+    assert inspect.main([str(output)]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    assert message in errors
+
+
+def test_foreign_pair(write_shard, capsys) -> None:
+    prefix = write_shard("foreign", [[], [5, 6, 7], [8]])
+    assert inspect.main([str(prefix)]) == 0
+    shown = capsys.readouterr().out
+    assert "3 documents, 4 tokens, ids 5 to 8" in shown
+    assert "document 1: 5 6 7" in shown
+
+
+def test_negative_id(write_shard, capsys) -> None:
+    prefix = write_shard("foreign", [[5], [6, -1]], "<i4")
+    assert inspect.main([str(prefix)]) == 2
+    assert "foreign.bin: token 2 has id -1" in capsys.readouterr().err
+
+
+def test_nothing_there(tmp_path: Path, capsys) -> None:
+    assert inspect.main([str(tmp_path / "absent")]) == 2
+    assert "absent: neither a folder" in capsys.readouterr().err

@@ -1,0 +1,208 @@
+"""A user's mistakes end in one readable line and a failure, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data.indexed import IndexedShardWriter, token_dtype
+from tests.conftest import Finished, python, read_metrics, write_shard
+
+
+def train(config: Path, *overrides: str) -> Finished:
+    return python("train.py", config, *overrides)
+
+
+def only_error(finished: Finished) -> str:
+    """The one line that says what is wrong; there must be no traceback."""
+    assert finished.code in (1, 2), finished.output + finished.errors
+    assert "Traceback" not in finished.output + finished.errors
+    lines = [line for line in finished.errors.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, finished.errors
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory, shards: dict[str, Path]) -> Path:
+    """The configuration file of a run that has finished; tests copy it."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = {
+        "run": {"dir": str(folder / "runs"), "name": "done"},
+        "model": {"vocab_size": 96, "dim": 32, "num_layers": 1, "num_heads": 2, "max_seq_len": 32},
+        "optim": {"warmup_steps": 0},
+        "data": {"sources": [{"path": str(shards["train"])}]},
+        "train": {"steps": 4, "global_batch_tokens": 64, "micro_batch_size": 2, "precision": "fp32"},
+        "checkpoint": {"every_steps": 2},
+    }
+    path = folder / "done.yaml"
+    path.write_text(yaml.safe_dump(config))
+    assert train(path).code == 0
+    return path
+
+
+@pytest.fixture
+def run_copy(finished_run: Path, tmp_path: Path) -> tuple[Path, Path, list[str]]:
+    """(configuration, run folder, overrides) of a private copy of the finished run."""
+    shutil.copytree(finished_run.parent / "runs", tmp_path / "copies")
+    return finished_run, tmp_path / "copies/done", [f"run.dir={tmp_path}/copies", "train.steps=6"]
+
+
+def test_missing_truncated_and_short_shards_are_all_named(tiny_config: Path, tmp_path: Path) -> None:
+    cut = write_shard(tmp_path / "cut", seed=3)
+    (tmp_path / "cut.bin").write_bytes((tmp_path / "cut.bin").read_bytes()[:-10])
+    short = write_shard(tmp_path / "short", seed=3, num_tokens=20)
+    finished = train(
+        tiny_config,
+        f"data.sources=[{{path: {cut}}}, {{path: {tmp_path}/nothing}}]",
+        f"data.val_sources={{small: {short}}}",
+    )
+    assert finished.code == 2
+    assert "data.sources.0.path" in finished.errors
+    assert "cut.bin" in finished.errors
+    assert "data.sources.1.path" in finished.errors
+    assert "data.val_sources.small" in finished.errors
+    assert "20 tokens" in finished.errors
+    assert "Traceback" not in finished.errors
+
+
+def test_a_token_beyond_the_vocabulary_names_file_and_offset(tiny_config: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "bad"
+    tokens = [5] * 3000
+    tokens[1234] = 96
+    with IndexedShardWriter(prefix, token_dtype(200)) as writer:
+        import numpy as np
+
+        writer.add_document(np.array(tokens))
+    error = only_error(train(tiny_config, f"data.sources.0.path={prefix}", "train.steps=30"))
+    assert "bad.bin" in error
+    assert "1,234" in error
+    assert "96" in error
+
+
+def test_a_vocabulary_without_manifest_must_be_given(tiny_config: Path) -> None:
+    assert "model.vocab_size: is required" in only_error(train(tiny_config, "model.vocab_size=null"))
+
+
+def test_another_model_or_data_in_the_run_folder(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    before = (folder / "metrics.jsonl").read_text()
+    error = only_error(train(config, *overrides, "model.dim=48"))
+    assert "model.dim was 32 and is now 48" in error
+    error = only_error(train(config, *overrides, "data.seq_len=16"))
+    assert "data.seq_len was 32 and is now 16" in error
+    assert (folder / "metrics.jsonl").read_text() == before
+
+
+def test_a_changed_rate_wins_and_is_said(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    finished = train(config, *overrides, "optim.lr=0.01", "qk_control={policy: constant, alpha: 0.5}")
+    assert finished.code == 0, finished.errors
+    assert "optim.lr: 0.0003 -> 0.01" in finished.output
+    last = read_metrics(folder)[-1]
+    assert last["step"] == 6
+    assert last["lr_qk"] == last["lr"] * 0.5
+
+
+def test_never_resume_refuses_a_used_folder(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, _, overrides = run_copy
+    assert "run.resume=never" in only_error(train(config, *overrides, "run.resume=never"))
+
+
+def test_a_folder_of_something_else_is_not_touched(tiny_config: Path, tmp_path: Path) -> None:
+    stranger = tmp_path / "runs/tiny"
+    stranger.mkdir(parents=True)
+    (stranger / "thesis.tex").write_text("years of work")
+    assert "holds thesis.tex" in only_error(train(tiny_config))
+    assert [path.name for path in stranger.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("key", ["run.resume", "run.init_from"])
+def test_a_checkpoint_that_does_not_exist_is_fatal(tiny_config: Path, tmp_path: Path, key: str) -> None:
+    assert "no such checkpoint or run folder" in only_error(train(tiny_config, f"{key}={tmp_path}/nothing"))
+    assert not (tmp_path / "runs/tiny/checkpoints").exists()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    newest = folder / "checkpoints/step_00000004/rank_00000.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-7] ^= 1
+    newest.write_bytes(content)
+    finished = train(config, *overrides)
+    assert finished.code == 0, finished.errors
+    assert f"{newest}: its content does not match its hash" in finished.output
+    assert "step_00000002 at step 2" in finished.output
+    assert [record["step"] for record in read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_only_damaged_checkpoints_never_mean_a_fresh_start(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    for checkpoint in (folder / "checkpoints").iterdir():
+        file = checkpoint / "rank_00000.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+    finished = train(config, *overrides)
+    assert "all 2 checkpoints are damaged" in only_error(finished)
+    assert "bytes, expected" in finished.output
+
+
+def test_a_checkpoint_beyond_the_last_step(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    (folder / "DONE").unlink()
+    assert "beyond the last step 3" in only_error(train(config, *overrides, "train.stop_step=3"))
+
+
+def test_a_checkpoint_of_another_model(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    error = only_error(
+        train(config, *overrides, "run.name=other", "model.num_layers=2", f"run.resume={folder}")
+    )
+    assert "blocks.1.attention.query.weight: the checkpoint lacks it" in error
+
+
+def test_shards_of_another_tokenizer_than_the_checkpoints(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    checkpoint = folder / "checkpoints/step_00000004"
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["tokenizer_sha256"] = "0" * 64
+    (checkpoint / "state.json").write_text(json.dumps(state, indent=1))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    from launch.checkpoint_files import file_entry
+
+    manifest["files"]["state.json"] = file_entry(checkpoint / "state.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    tokenizer = folder / "other.model"
+    tokenizer.write_bytes(b"another tokenizer")
+    error = only_error(
+        train(config, *overrides, "run.name=new", f"run.init_from={checkpoint}", f"data.tokenizer={tokenizer}")
+    )
+    assert "made with another tokenizer" in error
+
+
+def test_a_non_finite_loss_stops_with_step_rank_and_checkpoint(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    error = only_error(train(config, *overrides, "optim.lr=1e30", "train.steps=40"))
+    assert "non-finite loss at step" in error
+    assert "on rank 0" in error
+    assert f"the last good checkpoint is {folder}/checkpoints/step_0000000" in error
+    assert all(record["loss"] < float("inf") for record in read_metrics(folder))
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    # A limit on the size of a file makes the system refuse the checkpoint's tensors, as a full disk does.
+    script = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)); "
+        "sys.argv = ['train.py', *sys.argv[1:]]; runpy.run_path('train.py', run_name='__main__')"
+    )
+    finished = python("-c", script, config, *overrides, "checkpoint.every_steps=1")
+    assert "the checkpoint of step 5 could not be saved" in finished.output
+    assert "step_00000004; training goes on" in finished.output
+    assert "the checkpoint of step 6 could not be saved" in only_error(finished)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
+    assert not (folder / "DONE").exists()
+    assert train(config, *overrides).code == 0
+    assert (folder / "checkpoints/step_00000006").is_dir()
