@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data.documents import CleanDocument
+from data.errors import DataError
 from data.indexed import token_dtype
 from data.tokenizer import Tokenizer
 
@@ -28,6 +30,9 @@ def encode_documents(
 
     Ids have the type of a shard with this vocabulary. One worker is this process; more are processes of their
     own that load the tokenizer from its file.
+
+    Raises:
+        DataError: one of them was killed.
     """
     tasks = _group_into_tasks(documents)
     if num_workers == 1:
@@ -45,6 +50,10 @@ def encode_documents(
                 yield from zip(oldest, encoded.result(), strict=True)
         for oldest, encoded in pending:
             yield from zip(oldest, encoded.result(), strict=True)
+    except BrokenProcessPool:
+        raise DataError(
+            "a tokenizing process was killed, perhaps for want of memory; try fewer --workers"
+        ) from None
     finally:
         executor.shutdown(cancel_futures=True)
 

@@ -57,7 +57,7 @@ class BatchGeometry:
                 raise DataError(f"{name} is {value}; at least 1 expected")
         if self.slots_per_step < self.samples_per_step:
             raise DataError(
-                f"a step of {self.samples_per_step:,} samples does not fit the {self.slots_per_step:,} rows of "
+                f"a step of {self.samples_per_step:,} samples does not fit {self.slots_per_step:,} rows: "
                 f"{self.world_size:,} ranks x {self.accumulation:,} micro-batches x {self.micro_batch_size:,}"
             )
 

@@ -70,13 +70,14 @@ class Options:
     def __post_init__(self) -> None:
         if not 0 <= self.val_fraction < 1:
             raise DataError(f"--val-fraction {self.val_fraction}: a number from 0 to below 1 expected")
-        for flag, value in [
-            ("--vocab-size", self.vocab_size),
-            ("--shard-tokens", self.shard_tokens),
-            ("--workers", self.num_workers),
+        for flag, value, least in [
+            ("--vocab-size", self.vocab_size, 1),
+            ("--shard-tokens", self.shard_tokens, 1),
+            ("--workers", self.num_workers, 1),
+            ("--seed", self.seed, 0),
         ]:
-            if value < 1:
-                raise DataError(f"{flag} {value}: at least 1 expected")
+            if value < least:
+                raise DataError(f"{flag} {value}: at least {least} expected")
 
     def recorded(self) -> dict[str, Any]:
         """What the result depends on besides the input, as the manifest keeps it."""
@@ -108,21 +109,17 @@ def prepare(options: Options) -> None:
         print(f"{options.output} was made from the same input with the same options: nothing to do")
         return
     with _partial_folder(options.output) as folder:
-        megabytes = input_record["size_bytes"] / 1e6
-        print(
-            f"reading {_plural(len(files), 'file')}, {megabytes:,.1f} MB; writing {folder}",
-            flush=True,
-        )
+        size = f"{_plural(len(files), 'file')}, {input_record['size_bytes'] / 1e6:,.1f} MB"
+        print(f"reading {size}; writing {folder}", flush=True)
         tokenizer = _get_tokenizer(options, files, folder)
         counts: Counter[str] = Counter()
         writers = _write_shards(options, files, tokenizer, folder, counts)
         if "train" not in writers:
-            raise DataError(
-                f"no document for training: {counts['documents']:,} found, {counts['empty']:,} of them empty, "
-                f"--val-fraction {options.val_fraction}"
-            )
+            found = f"{counts['documents']:,} found, {counts['empty']:,} of them empty"
+            raise DataError(f"no document for training: {found}; --val-fraction {options.val_fraction}")
         for writer in writers.values():
             writer.write_manifest(list(writers), tokenizer, recorded, input_record)
+        (folder / TOKENIZER_NAME).unlink(missing_ok=True)  # a trained one; each split has its copy now
         _publish(folder, options.output)
     _print_summary(options, tokenizer, counts, writers, time.monotonic() - start)
 

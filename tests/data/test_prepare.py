@@ -1,10 +1,12 @@
 """Preparation from end to end, and what a user sees when something is wrong."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -133,6 +135,15 @@ def test_workers_do_not_change_a_byte(
         prepare.prepare(options)
         outputs.append(folder_content(options.output))
     assert outputs[0] == outputs[1]
+    names = {"manifest.json", "tokenizer.model", "train-00000.bin", "train-00000.idx"}
+    assert {path.name for path in (options.output / "train").iterdir()} == names
+    assert {path.name for path in options.output.iterdir()} <= {"train", "val"}
+
+
+def test_killed_worker_is_said(corpus: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode, "_start_worker", partial(os._exit, 1))
+    with pytest.raises(DataError, match="a tokenizing process was killed"):
+        prepare.prepare(make_options(corpus, tokenizer_path, num_workers=2))
 
 
 def test_counts_of_what_is_left_out(tmp_path: Path, tokenizer_path: Path, capsys) -> None:
@@ -190,7 +201,7 @@ def test_output_of_other_options_is_refused(
 def test_output_of_other_input_is_refused(corpus: Path, tokenizer_path: Path) -> None:
     prepare.prepare(make_options(corpus, tokenizer_path))
     (corpus / "000.txt").write_text("changed")
-    with pytest.raises(DataError, match="made from other input; choose another folder or pass"):
+    with pytest.raises(DataError, match="made from other input; choose another"):
         prepare.prepare(make_options(corpus, tokenizer_path))
 
 
@@ -204,7 +215,7 @@ def test_damaged_output_is_not_reused(corpus: Path, tokenizer_path: Path) -> Non
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_users_own_folder_is_never_touched(corpus: Path, tokenizer_path: Path, overwrite: bool) -> None:
-    with pytest.raises(DataError, match="was not made by data.prepare"):
+    with pytest.raises(DataError, match=r"was not made by data\.prepare"):
         prepare.prepare(make_options(corpus, tokenizer_path, output=corpus, overwrite=overwrite))
     assert (corpus / "000.txt").exists()
 
@@ -292,6 +303,7 @@ def test_command_from_text_to_samples(corpus: Path) -> None:
         (["--input", "{good}", "--tokenizer", "{bad}"], "{bad}: not a SentencePiece model"),
         (["--input", "{good}"], "a vocabulary of 8,192 is too large for this text"),
         (["--input", "{good}", "--val-fraction", "1.5"], "--val-fraction 1.5"),
+        (["--input", "{good}", "--seed", "-1"], "--seed -1: at least 0 expected"),
         (["--input", "{good}", "--workers", "0"], "--workers 0: at least 1 expected"),
         (["--input", "{good}", "--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
         (["--input", "{good}", "--tokenizer", "{model}", "--vocab-size", "9"], "--tokenizer excludes"),

@@ -1,0 +1,170 @@
+"""What a run leaves behind: one curve, the same validation on any number of ranks, requests to stop, profiles."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from launch.checkpoint_files import list_checkpoints
+from launch.errors import EXIT_STOPPED
+from tests.conftest import finish, python, read_metrics, start, write_shard
+
+
+def scalars(run_folder: Path, tag: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(run_folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def steps(run_folder: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(run_folder)]
+
+
+def test_other_numbers_of_ranks_go_on_with_the_same_curve(tiny_config: Path, tmp_path: Path, run_cases: Any) -> None:
+    """1 -> 2 -> 1 ranks at every stage, and validation losses that do not depend on the ranks."""
+    stages = (0, 1, 2, 3)
+
+    def cases(*overrides: str) -> list[tuple[Path, list[str]]]:
+        return [(tiny_config, [f"run.name=s{stage}", f"deepspeed.zero_stage={stage}", *overrides]) for stage in stages]
+
+    whole = (tiny_config, ["run.name=whole"])
+    assert run_cases(1, [*cases("train.stop_step=2"), whole]) == [[0] * 5]
+    assert run_cases(2, cases("train.stop_step=4")) == [[0] * 4] * 2
+    assert run_cases(1, cases()) == [[0] * 4]
+    expected = read_metrics(tmp_path / "runs/whole")
+    for stage in stages:
+        records = read_metrics(tmp_path / f"runs/s{stage}")
+        assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+        for ours, reference in zip(records, expected, strict=True):
+            assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5), stage
+            if "val_loss" in reference:
+                assert ours["val_loss"] == pytest.approx(reference["val_loss"], rel=1e-5)
+
+
+def test_validation_with_fewer_windows_than_ranks(tiny_config: Path, tmp_path: Path, run_cases: Any) -> None:
+    """One window of validation data on two ranks: no hang, and the loss of one rank."""
+    one = write_shard(tmp_path / "one", seed=5, num_tokens=40)
+    settings = [f"data.val_sources={{one: {one}, two: {one}}}", "train.steps=3"]
+    run_cases(1, [(tiny_config, [*settings, "run.name=ranks1"])])
+    run_cases(2, [(tiny_config, [*settings, "run.name=ranks2"])])
+    single, double = (read_metrics(tmp_path / f"runs/ranks{number}")[-1] for number in (1, 2))
+    assert double["val_loss"] == pytest.approx(single["val_loss"], rel=1e-6)
+    assert double["val_loss/one"] == double["val_loss/two"] == double["val_loss"]
+
+
+def test_tensorboard_and_metrics_are_one_curve_after_a_resume(tiny_config: Path, tmp_path: Path) -> None:
+    """Steps 3 and 4 are run twice, since the checkpoint is of step 2."""
+    folder = tmp_path / "runs/tiny"
+    assert python("train.py", tiny_config, "train.stop_step=4", "checkpoint.every_steps=2").code == 0
+    for step, path in list_checkpoints(folder / "checkpoints"):
+        if step == 4:
+            path.rename(tmp_path / "elsewhere")
+    (folder / "DONE").unlink()
+    with (folder / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 5, "loss": 1')  # a line that a kill cut off
+    assert python("train.py", tiny_config).code == 0
+    assert steps(folder) == [1, 2, 3, 4, 5, 6]
+    records = read_metrics(folder)
+    assert scalars(folder, "loss/train") == [
+        (record["step"], pytest.approx(record["loss"], rel=1e-6)) for record in records
+    ]
+    assert [step for step, _ in scalars(folder, "loss/validation")] == [3, 6]
+    for tag in (
+        "learning_rate/base",
+        "learning_rate/query_key",
+        "gradient_norm/all",
+        "gradient_norm/query_key",
+        "throughput/tokens_per_second",
+        "time/step_seconds",
+        "memory/gigabytes",
+    ):
+        assert len(scalars(folder, tag)) == 6, tag
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_stops_after_a_checkpoint_and_the_run_goes_on(
+    number: signal.Signals, tiny_config: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "runs/tiny"
+    process = start([sys.executable, "train.py", str(tiny_config), "train.steps=100000"])
+    while not (folder / "metrics.jsonl").exists() or len((folder / "metrics.jsonl").read_text()) < 2000:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    finished = finish(process, timeout=60)
+    assert finished.code == EXIT_STOPPED, finished.output + finished.errors
+    ((step, _),) = list_checkpoints(folder / "checkpoints")
+    assert steps(folder) == list(range(1, step + 1))
+    assert not (folder / "DONE").exists()
+    again = python("train.py", tiny_config, "train.steps=100000", f"train.stop_step={step + 2}")
+    assert f"at step {step}" in again.output
+    assert steps(folder) == list(range(1, step + 3))
+
+
+def test_the_time_limit_stops_after_a_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
+    finished = python("train.py", tiny_config, "train.steps=100000", "train.max_seconds=1")
+    assert finished.code == EXIT_STOPPED
+    assert len(list_checkpoints(tmp_path / "runs/tiny/checkpoints")) == 1
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
+    """SIGKILL at any moment; the losses equal an uninterrupted run's."""
+    settings = ["train.steps=60", "checkpoint.every_steps=4", "optim.warmup_steps=0"]
+    assert python("train.py", tiny_config, *settings, "run.name=whole").code == 0
+    process = start([sys.executable, "train.py", str(tiny_config), *settings])
+    metrics = tmp_path / "runs/tiny/metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 13:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    finished = python("train.py", tiny_config, *settings)
+    assert finished.code == 0, finished.errors
+    assert "going on from" in finished.output
+    ours, whole = read_metrics(tmp_path / "runs/tiny"), read_metrics(tmp_path / "runs/whole")
+    assert [record["loss"] for record in ours] == [record["loss"] for record in whole]
+
+
+def test_old_checkpoints_are_pruned(tiny_config: Path, tmp_path: Path) -> None:
+    settings = "checkpoint={every_steps: 1, keep_last: 2, keep_every: 3}"
+    assert python("train.py", tiny_config, settings, "train.steps=7").code == 0
+    assert [step for step, _ in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == [3, 6, 7]
+
+
+def test_starting_from_another_runs_weights(tiny_config: Path, tmp_path: Path) -> None:
+    assert python("train.py", tiny_config).code == 0
+    finished = python(
+        "train.py", tiny_config, "run.name=second", f"run.init_from={tmp_path}/runs/tiny", "optim.lr=1e-9"
+    )
+    assert finished.code == 0, finished.errors
+    first, second = read_metrics(tmp_path / "runs/tiny"), read_metrics(tmp_path / "runs/second")
+    assert second[0]["step"] == 1
+    # With a vanishing rate, the new run's validation loss is that of the weights that it started from.
+    assert second[-1]["val_loss"] == pytest.approx(first[-1]["val_loss"], rel=1e-5)
+
+
+def test_a_profile_holds_the_steps_operators(tiny_config: Path, tmp_path: Path) -> None:
+    assert python("train.py", tiny_config, "train.profile={start_step: 2, steps: 2}").code == 0
+    folder = tmp_path / "runs/tiny/profile"
+    trace = json.loads((folder / "rank_0.2.pt.trace.json").read_text())
+    names = {event.get("name", "") for event in trace["traceEvents"]}
+    assert any("scaled_dot_product" in name for name in names)
+    assert any("adam" in name.lower() for name in names)
+    assert "aten::" in (folder / "memory_rank_0.txt").read_text()
+
+
+def test_compiled_blocks_train_alike(tiny_config: Path, tmp_path: Path) -> None:
+    settings = ["model.num_layers=1", "train.steps=2"]
+    assert python("train.py", tiny_config, *settings, "run.name=eager").code == 0
+    finished = python("train.py", tiny_config, *settings, "run.name=compiled", "train.compile=true", timeout=400)
+    assert finished.code == 0, finished.errors
+    eager, compiled = (read_metrics(tmp_path / "runs" / name) for name in ("eager", "compiled"))
+    for ours, reference in zip(compiled, eager, strict=True):
+        assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
