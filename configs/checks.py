@@ -132,9 +132,7 @@ def override_problems(overrides: dict[str, Any]) -> Iterator[Problem]:
         if key in OWNED_BY_SCHEMA:
             yield Problem((where, "deepspeed.overrides"), f"is generated; set {OWNED_BY_SCHEMA[key]} instead")
         elif key not in ALLOWED_OVERRIDES:
-            yield Problem(
-                (where, "deepspeed.overrides"), f"is not supported; allowed: {', '.join(ALLOWED_OVERRIDES)}"
-            )
+            yield Problem((where, "deepspeed.overrides"), f"is not supported; allowed: {', '.join(ALLOWED_OVERRIDES)}")
     zero = overrides.get("zero_optimization", {})
     if not isinstance(zero, dict):
         yield Problem(("deepspeed.overrides.zero_optimization",), f"{zero!r} is not a mapping of keys")

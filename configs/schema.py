@@ -17,12 +17,12 @@ FFN_MULTIPLE = 64
 class Section(BaseModel):
     """A frozen group of keys that rejects unknown ones."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class RunConfig(Section):
+    """Which run this is, and where it starts from."""
+
     name: str | None = Field(
         None, min_length=1, pattern=r"^[^/\\]+$", description="name of the run's folder; default: the YAML file's name"
     )
@@ -44,6 +44,8 @@ class RunConfig(Section):
 
 
 class AttentionConfig(Section):
+    """How attention is computed."""
+
     kind: Literal["mha"] = Field(
         "mha", description="`mha`: multi-head attention, or grouped-query attention when num_kv_heads < num_heads"
     )
@@ -51,6 +53,8 @@ class AttentionConfig(Section):
 
 
 class ModelConfig(Section):
+    """The network's shape."""
+
     vocab_size: int | None = Field(
         None, ge=2, description="rows of the embedding; null: the padded vocabulary of the data's manifest"
     )
@@ -73,13 +77,18 @@ class ModelConfig(Section):
 
 
 class QkControlConfig(Section):
+    """The learning rate of the query/key weights."""
+
     policy: Literal["none", "constant"] = Field(
-        "none", description="`none`: the base rate everywhere; `constant`: alpha times the base rate for query/key weights"
+        "none",
+        description="`none`: the base rate everywhere; `constant`: alpha times the base rate for query/key weights",
     )
     alpha: float = Field(0.1, gt=0, description="factor of the query/key learning rate (unused by `none`)")
 
 
 class OptimConfig(Section):
+    """The optimizer and the schedule of its learning rate."""
+
     name: Literal["adamw"] = Field("adamw", description="optimizer")
     lr: float = Field(3e-4, gt=0, description="base learning rate, the schedule's peak")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates of the moments")
@@ -95,12 +104,18 @@ class OptimConfig(Section):
 
 
 class SourceConfig(Section):
+    """One source of training data."""
+
     path: str = Field(min_length=1, description="folder of shards with a manifest, or the prefix of one Megatron shard")
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources")
 
 
 class DataConfig(Section):
-    sources: tuple[SourceConfig, ...] = Field(strict=False, min_length=1, description="training data: list of {path, weight}")
+    """What the model reads."""
+
+    sources: tuple[SourceConfig, ...] = Field(
+        strict=False, min_length=1, description="training data: list of {path, weight}"
+    )
     val_sources: dict[str, str] = Field(
         default_factory=dict, description="validation data: name -> path; the first is `val_loss`"
     )
@@ -110,11 +125,15 @@ class DataConfig(Section):
 
 
 class ProfileConfig(Section):
+    """Which steps to profile."""
+
     start_step: int = Field(ge=0, description="first profiled step")
     steps: int = Field(ge=1, description="number of profiled steps")
 
 
 class TrainConfig(Section):
+    """How long and how the steps run."""
+
     steps: int = Field(ge=1, description="horizon of the schedule, in optimizer steps")
     stop_step: int | None = Field(None, ge=1, description="stop after this step; the schedule's horizon is unchanged")
     max_seconds: float | None = Field(
@@ -133,6 +152,8 @@ class TrainConfig(Section):
 
 
 class DeepSpeedConfig(Section):
+    """The engine."""
+
     zero_stage: Literal[0, 1, 2, 3] = Field(1, description="ZeRO stage")
     overrides: dict[str, Any] = Field(
         default_factory=dict, description="more DeepSpeed keys, e.g. {zero_optimization: {reduce_bucket_size: 2.0e8}}"
@@ -141,12 +162,16 @@ class DeepSpeedConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are saved and how long they stay."""
+
     every_steps: int = Field(1000, ge=1, description="steps between checkpoints; the last step always has one")
     keep_last: int = Field(2, ge=1, description="how many of the newest checkpoints stay")
     keep_every: int | None = Field(None, ge=1, description="checkpoints at multiples of this step are kept for good")
 
 
 class ValidationConfig(Section):
+    """When and on how much data the loss is validated."""
+
     every_steps: int = Field(500, ge=1, description="steps between validations; the last step always has one")
     batches: int = Field(8, ge=1, description="fixed global batches (of train.global_batch_tokens) per validation set")
 

@@ -42,11 +42,7 @@ class Progress:
         self._done_bytes = 0
         self._start = self._last_line = time.monotonic()
         on_terminal = sys.stderr.isatty()
-        self._bar = (
-            tqdm(desc=label, total=total_bytes, unit="B", unit_scale=True, leave=False)
-            if on_terminal
-            else None
-        )
+        self._bar = tqdm(desc=label, total=total_bytes, unit="B", unit_scale=True, leave=False) if on_terminal else None
 
     def update(self, done_bytes: int, note: str = "") -> None:
         """Report how far it is, in bytes from the start."""

@@ -51,9 +51,7 @@ def encode_documents(
         for oldest, encoded in pending:
             yield from zip(oldest, encoded.result(), strict=True)
     except BrokenProcessPool:
-        raise DataError(
-            "a tokenizing process was killed, perhaps for want of memory; try fewer --workers"
-        ) from None
+        raise DataError("a tokenizing process was killed, perhaps for want of memory; try fewer --workers") from None
     finally:
         executor.shutdown(cancel_futures=True)
 

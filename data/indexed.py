@@ -162,9 +162,7 @@ class IndexedShardWriter:
             )
         stored = tokens.astype(self.dtype)
         if stored.dtype != tokens.dtype and not np.array_equal(stored, tokens):
-            raise DataError(
-                f"{self.prefix}: token ids {tokens.min():,} to {tokens.max():,} do not fit {self.dtype}"
-            )
+            raise DataError(f"{self.prefix}: token ids {tokens.min():,} to {tokens.max():,} do not fit {self.dtype}")
         self._bin_file.write(stored.tobytes())
         self._lengths.append(len(tokens))
         self.num_tokens += len(tokens)

@@ -28,13 +28,9 @@ def verify_hashes(folder: Path, manifest: Manifest) -> None:
         for record in manifest.files:
             path = folder / record.name
             if not path.is_file():
-                raise DataError(
-                    f"{path}: no such file; the manifest lists it with {record.size_bytes:,} bytes"
-                )
+                raise DataError(f"{path}: no such file; the manifest lists it with {record.size_bytes:,} bytes")
             if path.stat().st_size != record.size_bytes:
-                raise DataError(
-                    f"{path}: {path.stat().st_size:,} bytes found, {record.size_bytes:,} in the manifest"
-                )
+                raise DataError(f"{path}: {path.stat().st_size:,} bytes found, {record.size_bytes:,} in the manifest")
             found = hash_file(path)
             if found != record.xxh3:
                 raise DataError(f"{path}: content has changed: xxh3 {found}, {record.xxh3} in the manifest")
@@ -77,15 +73,12 @@ def inspect_source(path: Path, num_samples: int) -> None:
     num_documents = sum(shard.num_documents for shard in source.shards)
     if source.manifest is not None and num_documents != source.manifest.num_documents:
         raise DataError(
-            f"{path}: {num_documents:,} documents in the shards, "
-            f"{source.manifest.num_documents:,} in the manifest"
+            f"{path}: {num_documents:,} documents in the shards, {source.manifest.num_documents:,} in the manifest"
         )
     tokenizer = _load_tokenizer(path, source.manifest)
     smallest, largest = id_range(source)
 
-    print(
-        f"{path}: {num_documents:,} documents, {source.num_tokens:,} tokens, ids {smallest:,} to {largest:,}"
-    )
+    print(f"{path}: {num_documents:,} documents, {source.num_tokens:,} tokens, ids {smallest:,} to {largest:,}")
     for shard in source.shards:
         counts = f"{shard.num_documents:,} documents, {shard.num_tokens:,} tokens in {shard.dtype}"
         print(f"  {bin_path(shard.prefix).name}: {counts}")
@@ -103,9 +96,7 @@ def _load_tokenizer(path: Path, manifest: Manifest | None) -> Tokenizer | None:
         return None
     tokenizer = Tokenizer.load(path / manifest.tokenizer_file)
     if tokenizer.sha256 != manifest.tokenizer_sha256:
-        raise DataError(
-            f"{tokenizer.path}: sha256 {tokenizer.sha256}, {manifest.tokenizer_sha256} in the manifest"
-        )
+        raise DataError(f"{tokenizer.path}: sha256 {tokenizer.sha256}, {manifest.tokenizer_sha256} in the manifest")
     return tokenizer
 
 
@@ -124,17 +115,13 @@ def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit code."""
 
     def command() -> int:
-        parser = ArgumentParser(
-            prog="python -m data.inspect", description="Verify shards, and show what they hold."
-        )
+        parser = ArgumentParser(prog="python -m data.inspect", description="Verify shards, and show what they hold.")
         parser.add_argument(
             "path",
             type=Path,
             help="output of data.prepare, one of its splits, or a .bin/.idx pair without suffix",
         )
-        parser.add_argument(
-            "--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)"
-        )
+        parser.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)")
         given = parser.parse_args(arguments)
         splits = sorted(manifest.parent for manifest in given.path.glob(f"*/{MANIFEST_NAME}"))
         for path in splits or [given.path]:

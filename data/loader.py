@@ -271,9 +271,7 @@ def _read_micro_batches(
     return [MicroBatch(*pair) for pair in zip(tokens, targets, strict=True)]
 
 
-def _check_ids(
-    windows: np.ndarray, reads: Sequence[tuple[TokenSource, int]], seq_len: int, vocab_size: int
-) -> None:
+def _check_ids(windows: np.ndarray, reads: Sequence[tuple[TokenSource, int]], seq_len: int, vocab_size: int) -> None:
     if windows.min() >= 0 and windows.max() < vocab_size:
         return
     row, column = np.argwhere((windows < 0) | (windows >= vocab_size))[0].tolist()

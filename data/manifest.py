@@ -87,9 +87,7 @@ class Manifest:
         if not isinstance(content, dict):
             raise DataError(f"{path}: a JSON object expected, {type(content).__name__} found")
         if content.get("format_version") != FORMAT_VERSION:
-            raise DataError(
-                f"{path}: format_version {content.get('format_version')}, expected {FORMAT_VERSION}"
-            )
+            raise DataError(f"{path}: format_version {content.get('format_version')}, expected {FORMAT_VERSION}")
         _check_fields(path, content, _FIELD_TYPES)
         for record in content["files"]:
             _check_fields(path, record, _RECORD_TYPES)

@@ -157,8 +157,7 @@ def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
     """
     shape = np.broadcast_shapes(np.shape(index), np.shape(size), np.shape(key))
     point, size, key = (
-        np.broadcast_to(np.asarray(value).astype(np.uint64), shape).reshape(-1)
-        for value in (index, size, key)
+        np.broadcast_to(np.asarray(value).astype(np.uint64), shape).reshape(-1) for value in (index, size, key)
     )
     result = _feistel(point, size, key)
     # Cycle walking: nearly always none are left, and each turn leaves far fewer.

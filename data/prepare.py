@@ -162,9 +162,7 @@ def _is_made_already(options: Options, recorded: dict[str, Any], input_record: d
     raise DataError(f"--output {output}: {difference}; choose another folder or pass --overwrite")
 
 
-def _first_difference(
-    manifest: Manifest, recorded: dict[str, Any], input_record: dict[str, Any]
-) -> str | None:
+def _first_difference(manifest: Manifest, recorded: dict[str, Any], input_record: dict[str, Any]) -> str | None:
     for name in sorted(manifest.options.keys() | recorded.keys()):
         then, now = manifest.options.get(name), recorded.get(name)
         if then != now:
@@ -280,9 +278,7 @@ def _print_summary(
         f"  {counts['text_bytes'] / num_tokens:.2f} bytes a token, vocabulary {tokenizer.vocab_size:,} "
         f"(padded to {pad_vocab_size(tokenizer.vocab_size):,})"
     )
-    print(
-        f"  skipped {counts['empty']:,} empty documents, dropped {counts['nul']:,} NUL characters", flush=True
-    )
+    print(f"  skipped {counts['empty']:,} empty documents, dropped {counts['nul']:,} NUL characters", flush=True)
 
 
 def _plural(count: int, noun: str) -> str:
@@ -303,15 +299,9 @@ def _parse_arguments(arguments: list[str] | None) -> Options:
         help="files, folders, or quoted patterns such as 'a/**/*.txt'",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
-    parser.add_argument(
-        "--tokenizer", type=Path, metavar="FILE.model", help="SentencePiece model; else one is trained"
-    )
-    parser.add_argument(
-        "--train-tokenizer", choices=MODEL_TYPES, help="kind of tokenizer to train (default: unigram)"
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="pieces of a trained tokenizer (default: 8192)"
-    )
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE.model", help="SentencePiece model; else one is trained")
+    parser.add_argument("--train-tokenizer", choices=MODEL_TYPES, help="kind of tokenizer to train (default: unigram)")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="pieces of a trained tokenizer (default: 8192)")
     parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in a JSONL line")
     parser.add_argument(
         "--document-per", choices=DOCUMENT_UNITS, default="file", help="what is a document in a text file"
@@ -319,9 +309,7 @@ def _parse_arguments(arguments: list[str] | None) -> Options:
     parser.add_argument(
         "--val-fraction", type=float, default=0.02, metavar="F", help="share of documents for validation"
     )
-    parser.add_argument(
-        "--shard-tokens", type=int, default=1_000_000_000, metavar="N", help="most tokens of a shard"
-    )
+    parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, metavar="N", help="most tokens of a shard")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of validation documents")
     parser.add_argument(
         "--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="tokenizing processes"

@@ -71,9 +71,7 @@ def find_input_files(inputs: Iterable[str]) -> list[Path]:
         else:
             found = [Path(name) for name in sorted(glob.glob(given, recursive=True)) if Path(name).is_file()]
             if not found:
-                raise DataError(
-                    f"--input {given}: no such file or folder, and no file matches it as a pattern"
-                )
+                raise DataError(f"--input {given}: no such file or folder, and no file matches it as a pattern")
         for file in found:
             files.setdefault(file.resolve(), file)
     return list(files.values())
@@ -120,9 +118,7 @@ def read_jsonl(path: Path, options: ReadOptions) -> Iterator[Document]:
             text = record.get(options.text_key)
             if not isinstance(text, str):
                 keys = ", ".join(sorted(record)) or "none"
-                raise DataError(
-                    f"{place}: no text under {options.text_key!r} (--text-key); keys here: {keys}"
-                )
+                raise DataError(f"{place}: no text under {options.text_key!r} (--text-key); keys here: {keys}")
             yield Document(_unify_line_ends(text), place, end_bytes)
 
 

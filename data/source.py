@@ -58,15 +58,12 @@ class TokenSource:
             source = cls(path, manifest, shards)
             if source.num_tokens != manifest.num_tokens:
                 raise DataError(
-                    f"{path}: {source.num_tokens:,} tokens in the shards, "
-                    f"{manifest.num_tokens:,} in the manifest"
+                    f"{path}: {source.num_tokens:,} tokens in the shards, {manifest.num_tokens:,} in the manifest"
                 )
             return source
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
         if not bin_path(prefix).exists() and not idx_path(prefix).exists():
-            raise DataError(
-                f"{path}: neither a folder with a manifest.json nor a {prefix.name}.bin/.idx pair"
-            )
+            raise DataError(f"{path}: neither a folder with a manifest.json nor a {prefix.name}.bin/.idx pair")
         return cls(prefix, None, [IndexedShard.open(prefix)])
 
     def num_windows(self, seq_len: int) -> int:
@@ -91,9 +88,7 @@ class TokenSource:
             shard_start = int(self._starts[shard])
             shard_stop = min(stop, int(self._starts[shard + 1]))
             count = shard_stop - start
-            out[filled : filled + count] = self.shards[shard].read(
-                start - shard_start, shard_stop - shard_start
-            )
+            out[filled : filled + count] = self.shards[shard].read(start - shard_start, shard_stop - shard_start)
             filled += count
             start = shard_stop
             shard += 1

@@ -164,6 +164,7 @@ def read_state(checkpoint: Path) -> TrainingState:
 
 
 def write_state(checkpoint: Path, state: TrainingState) -> None:
+    """Writes state.json and forces it to the disk."""
     write_json(checkpoint / STATE, asdict(state))
 
 
@@ -173,6 +174,7 @@ def read_config(checkpoint: Path) -> Config:
 
 
 def rank_file(rank: int) -> str:
+    """Name of one rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 

@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from data.loader import MicroBatch, StepBatch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from configs.schema import Config
+from data.loader import MicroBatch, StepBatch
 from launch.deepspeed_config import deepspeed_config
 from launch.errors import RunError
 from launch.optimizer import build_optimizer
@@ -105,9 +105,7 @@ class PendingReport:
             z_loss=sum(z_sum) / targets,
             num_targets=targets,
             grad_norm=global_norm,
-            group_grad_norms={
-                name: norm * unclip for name, norm in zip(self._group_names, clipped, strict=True)
-            },
+            group_grad_norms={name: norm * unclip for name, norm in zip(self._group_names, clipped, strict=True)},
             step_applied=all(applied),
             bad_ranks=tuple(rank for rank, value in enumerate(loss_sum) if not math.isfinite(value)),
             forward_seconds=forward,

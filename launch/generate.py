@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m launch.generate", description=__doc__)
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run's folder")
     parser.add_argument("--prompt", required=True, help="the text to continue")
@@ -52,7 +53,9 @@ def print_continuation(options: argparse.Namespace) -> None:
 
     check_sampling(options.temperature, options.top_p)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, checkpoint = load_model(options.checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model, checkpoint = load_model(
+        options.checkpoint, device, torch.bfloat16 if device.type == "cuda" else torch.float32
+    )
     tokenizer_path = options.tokenizer or next(iter(checkpoint.glob("tokenizer.*")), None)
     if tokenizer_path is None:
         raise RunError(f"{checkpoint} holds no tokenizer (its data had none); name one with --tokenizer")

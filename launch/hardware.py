@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 # Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets (without sparsity). Longer names come first.
@@ -24,8 +26,9 @@ PEAK_BF16_FLOPS = (
 
 def peak_flops(device_name: str) -> float | None:
     """Peak bf16 FLOP/s of a GPU by its name; None when it is unknown, so that no wrong utilisation is shown."""
+    words = set(re.split(r"[\s-]+", device_name))
     for name, peak in PEAK_BF16_FLOPS:
-        if all(part in device_name.split() or part in device_name for part in name.split()):
+        if words.issuperset(name.split()):
             return peak
     return None
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data.loader import BatchGeometry
-
 from configs.schema import Config
+from data.loader import BatchGeometry
 from launch.checkpoint import (
     choose_checkpoint,
     clean_leftovers,
@@ -82,9 +81,7 @@ class Trainer:
         checkpoints = self._folder.checkpoints
         if self._is_main:
             clean_leftovers(checkpoints)
-        chosen = choose_checkpoint(
-            self._config.run.resume, checkpoints, self._engine.rank, self._engine.world_size
-        )
+        chosen = choose_checkpoint(self._config.run.resume, checkpoints, self._engine.rank, self._engine.world_size)
         if chosen is not None:
             self._check_tokenizer(chosen)
             state = restore(self._engine, chosen)

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data.loader import BatchGeometry, MicroBatch, StepLoader, derive_accumulation, validation_batches
-
 from configs.errors import ConfigError
 from configs.schema import Config
 from data.errors import DataError
+from data.loader import BatchGeometry, MicroBatch, StepLoader, derive_accumulation, validation_batches
 from data.order import SampleOrder
 from data.source import TokenSource
 

@@ -15,6 +15,8 @@ from model.norm import RMSNorm
 
 
 class Block(nn.Module):
+    """Attention and feed-forward, each added to the residual stream."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)

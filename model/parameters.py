@@ -16,6 +16,8 @@ from torch import nn
 
 
 class Kind(enum.Enum):
+    """What a parameter does in the network."""
+
     QUERY = "query"
     KEY = "key"
     VALUE = "value"
@@ -66,6 +68,8 @@ class ParameterSpec:
 
 @runtime_checkable
 class DeclaresParameters(Protocol):
+    """A module that owns parameters."""
+
     def parameter_specs(self) -> dict[str, ParameterSpec]: ...
 
 

@@ -68,12 +68,8 @@ def main() -> None:
             llama_seconds.append(llama_time)
 
     our_median, llama_median = statistics.median(our_seconds), statistics.median(llama_seconds)
-    print(
-        f"fp32, {torch.get_num_threads()} thread(s), {model.num_parameters:,} parameters, {args.rounds} rounds"
-    )
-    print(
-        f"{'forward + backward':<20} {'tokens/s':>10} {'seconds: median':>16} {'fastest':>8} {'slowest':>8}"
-    )
+    print(f"fp32, {torch.get_num_threads()} thread(s), {model.num_parameters:,} parameters, {args.rounds} rounds")
+    print(f"{'forward + backward':<20} {'tokens/s':>10} {'seconds: median':>16} {'fastest':>8} {'slowest':>8}")
     for name, values in (("model.gpt.GPT", our_seconds), ("LlamaForCausalLM", llama_seconds)):
         median = statistics.median(values)
         rate = tokens.numel() / median

@@ -77,9 +77,7 @@ def test_megatron_reads_our_shards(megatron: ModuleType, write_shard, dtype: str
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
-def test_our_files_are_megatrons_byte_for_byte(
-    megatron: ModuleType, write_shard, tmp_path: Path, dtype: str
-) -> None:
+def test_our_files_are_megatrons_byte_for_byte(megatron: ModuleType, write_shard, tmp_path: Path, dtype: str) -> None:
     prefix = write_shard("ours", DOCUMENTS, dtype)
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type)
     for document in DOCUMENTS:

@@ -14,9 +14,7 @@ from data.indexed import IndexedShardWriter
 @pytest.fixture
 def output(tmp_path: Path, tokenizer_path: Path, texts: list[str]) -> Path:
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    options = prepare.Options(
-        [str(tmp_path / "in.jsonl")], tmp_path / "out", tokenizer_path, val_fraction=0.2
-    )
+    options = prepare.Options([str(tmp_path / "in.jsonl")], tmp_path / "out", tokenizer_path, val_fraction=0.2)
     prepare.prepare(options)
     return options.output
 

@@ -202,9 +202,7 @@ def test_three_files_on_four_ranks_every_sample_once(sources, order) -> None:
 def test_reading_ahead_changes_nothing(sources, order, prefetch_steps: int) -> None:
     geometry = BatchGeometry(samples_per_step=6, micro_batch_size=3, accumulation=2, world_size=1)
     steps = take(make_loader(sources, order, geometry, prefetch_steps=prefetch_steps), 5)
-    assert [rows_of(step.micro_batches) for step in steps] == [
-        reference_rows(order, 6 * step, 6) for step in range(5)
-    ]
+    assert [rows_of(step.micro_batches) for step in steps] == [reference_rows(order, 6 * step, 6) for step in range(5)]
 
 
 def test_digest_tells_batches_apart(sources, order) -> None:

@@ -74,9 +74,7 @@ def test_counts_are_the_largest_remainder(weights: list[float]) -> None:
     if min(shares) >= 1:
         assert all(abs(count - share) < 1 for count, share in zip(counts, shares, strict=True))
         rounded_up = [float(share % 1) for count, share in zip(counts, shares, strict=True) if count > share]
-        rounded_down = [
-            float(share % 1) for count, share in zip(counts, shares, strict=True) if count < share
-        ]
+        rounded_down = [float(share % 1) for count, share in zip(counts, shares, strict=True) if count < share]
         assert min(rounded_up, default=1) >= max(rounded_down, default=0) - 1e-9
 
 

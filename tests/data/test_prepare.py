@@ -30,9 +30,7 @@ def run(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def folder_content(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def decoded_documents(folder: Path) -> list[str]:
@@ -72,9 +70,7 @@ def make_options(corpus: Path, tokenizer_path: Path, **changes: object) -> prepa
     return prepare.Options(**(given | changes))
 
 
-def test_every_document_once_in_one_of_the_splits(
-    corpus: Path, tokenizer_path: Path, texts: list[str]
-) -> None:
+def test_every_document_once_in_one_of_the_splits(corpus: Path, tokenizer_path: Path, texts: list[str]) -> None:
     options = make_options(corpus, tokenizer_path)
     prepare.prepare(options)
     train, val = (decoded_documents(options.output / split) for split in ("train", "val"))
@@ -101,9 +97,7 @@ def test_manifest_tells_what_is_there(corpus: Path, tokenizer_path: Path) -> Non
     assert inspect.main([str(options.output)]) == 0
 
 
-def test_documents_keep_their_split_when_the_input_grows(
-    corpus: Path, tokenizer_path: Path, texts: list[str]
-) -> None:
+def test_documents_keep_their_split_when_the_input_grows(corpus: Path, tokenizer_path: Path, texts: list[str]) -> None:
     options = make_options(corpus, tokenizer_path)
     prepare.prepare(options)
     before = set(decoded_documents(options.output / "val"))
@@ -123,9 +117,7 @@ def test_shards_hold_at_most_what_is_asked_for(corpus: Path, tokenizer_path: Pat
     assert all(a.num_tokens + b.document_offsets[1] > shard_tokens for a, b in following)
 
 
-def test_workers_do_not_change_a_byte(
-    corpus: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_do_not_change_a_byte(corpus: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode, "_TASK_CHARS", 500)
     outputs = []
     for num_workers in (1, 3):

@@ -50,9 +50,7 @@ def test_windows_are_slices_of_the_shards_laid_end_to_end(
     source = TokenSource.open(tmp_path)
     assert source.num_tokens == stops[-1]
     if stops[-1] <= seq_len:
-        with pytest.raises(
-            DataError, match=f"{stops[-1]} tokens; one sequence of {seq_len} needs {seq_len + 1}"
-        ):
+        with pytest.raises(DataError, match=f"{stops[-1]} tokens; one sequence of {seq_len} needs {seq_len + 1}"):
             source.num_windows(seq_len)
         return
     num_windows = source.num_windows(seq_len)

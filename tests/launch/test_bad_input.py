@@ -157,9 +157,7 @@ def test_a_checkpoint_beyond_the_last_step(run_copy: tuple[Path, Path, list[str]
 
 def test_a_checkpoint_of_another_model(run_copy: tuple[Path, Path, list[str]]) -> None:
     config, folder, overrides = run_copy
-    error = only_error(
-        train(config, *overrides, "run.name=other", "model.num_layers=2", f"run.resume={folder}")
-    )
+    error = only_error(train(config, *overrides, "run.name=other", "model.num_layers=2", f"run.resume={folder}"))
     assert "blocks.1.attention.query.weight: the checkpoint lacks it" in error
 
 

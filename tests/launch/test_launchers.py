@@ -40,5 +40,3 @@ def test_a_second_start_of_a_finished_run_says_so(tiny_config: Path) -> None:
     again = finish(start(command))
     assert again.code == 0
     assert "is finished (step 6); nothing to do" in again.output
-
-

@@ -1,0 +1,90 @@
+"""Every shipped configuration is valid, and its dry run needs neither data nor DeepSpeed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from configs.load import load_config
+from launch.plan import memory_bytes, print_plan
+from tests.conftest import ROOT, python
+
+CONFIGS = sorted((ROOT / "configs").glob("**/*.yaml"))
+MILLION = 1e6
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration_is_planned(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(load_config(path))
+    output = capsys.readouterr().out
+    for title in ("Configuration", "Parameters", "Initial values", "Optimizer groups", "Batch", "Memory", "DeepSpeed"):
+        assert f"== {title}" in output
+    assert "query_key" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "millions"),
+    # GPT-2 small with SwiGLU of width 2048 and no positions to learn; Llama 2 7B with grouped queries is 5.9B in its
+    # blocks (6.5B less 26.8M · 32 · 3/4 ... computed by hand below); the 1B model of arXiv 2511.21377.
+    [
+        ("gpt-124m", 50_304, (50_304 * 768 + 12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768) / MILLION),
+        ("gpt-1b", 32_000, (32_000 * 2048 + 14 * (4 * 2048**2 + 3 * 2048 * 8192 + 2 * 2048) + 2048) / MILLION),
+        (
+            "gpt-7b",
+            32_000,
+            (2 * 32_000 * 4096 + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 11_008 + 2 * 4096) + 4096) / MILLION,
+        ),
+    ],
+)
+def test_parameter_counts_by_hand(
+    name: str, vocab_size: int, millions: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_plan(load_config(ROOT / f"configs/{name}.yaml", [f"model.vocab_size={vocab_size}"]))
+    assert f"all: {round(millions * MILLION):,} parameters" in capsys.readouterr().out
+
+
+def test_memory_by_the_zero_paper() -> None:
+    """ZeRO (arXiv 1910.02054), figure 1: 7.5B parameters, 64 ranks, 16-bit gradients: 31.4, 16.6 and 1.9 GB.
+
+    Here gradients are accumulated in fp32, which adds 2 bytes a parameter at stages 2 and 3, shared by the ranks.
+    """
+    config = load_config(ROOT / "configs/gpt-7b.yaml", ["model.vocab_size=32000"])
+    sums = {}
+    for stage in (2, 3):
+        parts = memory_bytes(7_500_000_000, config, stage, 64)
+        sums[stage] = parts["weights"] + parts["gradients"] + parts["optimizer"]
+    extra = 2 * 7.5e9 / 64
+    assert sums[2] - extra == pytest.approx(16.6e9, rel=0.01)
+    assert sums[3] - extra == pytest.approx(1.9e9, rel=0.02)
+
+
+def test_the_dry_run_imports_no_deepspeed_and_needs_no_data() -> None:
+    script = (
+        "import runpy, sys; sys.argv = ['train.py', 'configs/gpt-7b.yaml', '--dry-run']\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "assert not {'deepspeed', 'tensorboard', 'transformers', 'datasets'} & set(sys.modules)"
+    )
+    finished = python("-c", script)
+    assert finished.code == 0, finished.errors
+    assert "assumed" in finished.output
+
+
+def test_help_imports_no_torch() -> None:
+    script = (
+        "import runpy, sys; sys.argv = ['train.py', '--help']\n"
+        "try: runpy.run_path('train.py', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert python("-c", script).code == 0
+    for module in ("launch.generate", "data.prepare", "data.inspect"):
+        source = (
+            f"import runpy, sys; sys.argv = ['x', '--help']\ntry: runpy.run_module('{module}', run_name='__main__')\n"
+        )
+        finished = python(
+            "-c", source + "except SystemExit as end: assert not end.code\nassert 'torch' not in sys.modules"
+        )
+        assert finished.code == 0, finished.errors
+        assert "usage" in finished.output
