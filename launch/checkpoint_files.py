@@ -55,8 +55,8 @@ class TrainingState:
         groups: optimizer group -> parameter names.
         optimizer_tensors: kinds of per-parameter optimizer tensors, e.g. exp_avg.
         optimizer_scalars: per-optimizer numbers, e.g. AdamW's step.
-        data: path and tokenizer hash of every source.
-        tokenizer_file: name of the tokenizer's file in this folder.
+        data_fingerprints: of every source, see `launch.training_data.fingerprint`.
+        tokenizer_sha256, tokenizer_file: hash of the data's tokenizer, and name of the tokenizer's file in this folder.
         loss: training loss of the last step; val_losses: newest validation losses by set.
     """
 
@@ -68,6 +68,7 @@ class TrainingState:
     groups: dict[str, list[str]]
     optimizer_tensors: list[str]
     optimizer_scalars: dict[str, float]
+    data_fingerprints: list[str]
     tokenizer_sha256: str | None
     tokenizer_file: str | None
     loss: float

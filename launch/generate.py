@@ -48,6 +48,7 @@ def print_continuation(options: argparse.Namespace) -> None:
     import torch
 
     from data.tokenizer import Tokenizer
+    from launch.checkpoint_files import read_config
     from launch.load_model import load_model
     from model.generate import check_sampling, generate
 
@@ -65,8 +66,16 @@ def print_continuation(options: argparse.Namespace) -> None:
     max_new_tokens = options.max_new_tokens if options.max_new_tokens is not None else min(DEFAULT_NEW_TOKENS, room)
     tokens = list(prompt)
     shown = ""
+    chosen_eod_id = read_config(checkpoint).data.eod_id
     for token in generate(
-        model, prompt, max_new_tokens, options.temperature, options.top_p, options.seed, tokenizer.eod_id
+        model,
+        prompt,
+        max_new_tokens,
+        options.temperature,
+        options.top_p,
+        options.seed,
+        eod_id=tokenizer.eod_id if chosen_eod_id is None else chosen_eod_id,
+        num_token_ids=tokenizer.vocab_size,
     ):
         tokens.append(token)
         text = tokenizer.decode(tokens)

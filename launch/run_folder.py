@@ -12,9 +12,11 @@ from configs.schema import Config
 from launch.checkpoint_files import list_checkpoints, write_json
 from launch.errors import RunError
 
-# A resumed run must have the same model and data; everything else may change, and the configuration wins.
-_FIXED_SECTIONS = ("model", "data")
+# A resumed run must have the same model and the same order of the same data; all else may change, and the configuration
+# wins. A source may move to another path: its content is compared with the checkpoint's fingerprint.
+_FIXED_KEYS = ("model.", "run.seed", "data.seq_len", "data.sources")
 _UNIMPORTANT_KEYS = ("run.resume", "run.name", "run.dir")
+_LOG_NAMES = frozenset({"log.txt"})
 
 
 @dataclass(frozen=True)
@@ -72,28 +74,40 @@ def open_run_folder(folder: RunFolder, config: Config) -> list[str]:
         raise RunError(f"run.dir: the run's folder {folder.path} cannot be made: {error}") from None
     changed: list[tuple[str, Any, Any]] = []
     if folder.config.exists():
-        changed = list(differences(read_yaml(folder.config), config.model_dump(mode="json")))
-        _refuse_other_run(folder, config, changed)
+        old = read_yaml(folder.config)
+        _refuse_other_run(folder, config, old)
+        changed = list(differences(old, config.model_dump(mode="json")))
     elif stray := sorted(path.name for path in folder.path.iterdir() if path.name not in _LOG_NAMES):
         raise RunError(f"{folder.path}: is not a run's folder, it holds {stray[0]}; choose another run.name or run.dir")
     write_yaml(config, folder.config)
     return [f"{key}: {old} -> {new}" for key, old, new in changed if key not in _UNIMPORTANT_KEYS]
 
 
-_LOG_NAMES = frozenset({"log.txt"})
+def fixed_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What makes `new` another run than `old`, both plain trees of a configuration: a text for each key."""
+    old, new = _without_source_paths(old), _without_source_paths(new)
+    return [
+        f"{key} was {before} and is now {after}"
+        for key, before, after in differences(old, new)
+        if key.startswith(_FIXED_KEYS)
+    ]
 
 
-def _refuse_other_run(folder: RunFolder, config: Config, changed: list[tuple[str, Any, Any]]) -> None:
+def _without_source_paths(tree: dict[str, Any]) -> dict[str, Any]:
+    sources = [{"weight": source.get("weight")} for source in tree.get("data", {}).get("sources", [])]
+    return {**tree, "data": {**tree.get("data", {}), "sources": sources}}
+
+
+def _refuse_other_run(folder: RunFolder, config: Config, old: dict[str, Any]) -> None:
     if config.run.resume == "never" and folder.metrics.exists():
         raise RunError(
             f"run.resume=never, but {folder.path} already holds a run; choose another run.name, "
             "move the folder away, or set run.resume=auto to go on"
         )
-    fixed = [item for item in changed if item[0].split(".")[0] in _FIXED_SECTIONS]
+    fixed = fixed_differences(old, config.model_dump(mode="json"))
     if fixed and list_checkpoints(folder.checkpoints):
-        what = "; ".join(f"{key} was {old} and is now {new}" for key, old, new in fixed)
         raise RunError(
-            f"{folder.path} holds a run with another model or data: {what}. "
+            f"{folder.path} holds a run with another model or data: {'; '.join(fixed)}. "
             "Choose another run.name, or set run.init_from there to start from its weights"
         )
 

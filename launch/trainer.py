@@ -7,7 +7,6 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from configs.schema import Config
 from data.loader import BatchGeometry
@@ -20,7 +19,14 @@ from launch.checkpoint import (
     restore,
     save_checkpoint,
 )
-from launch.checkpoint_files import TrainingState, find_checkpoint, find_faults, list_checkpoints, read_state
+from launch.checkpoint_files import (
+    TrainingState,
+    find_checkpoint,
+    find_faults,
+    list_checkpoints,
+    read_config,
+    read_state,
+)
 from launch.collective import on_main_rank
 from launch.engine import Engine, PendingReport, StepReport
 from launch.errors import EXIT_DONE, EXIT_STOPPED, RunError, SharedError
@@ -28,10 +34,10 @@ from launch.hardware import device_peak_flops
 from launch.metrics import Recorder, step_record
 from launch.optimizer import group_rates
 from launch.profiler import StepProfiler
-from launch.run_folder import RunFolder, mark_done
+from launch.run_folder import RunFolder, fixed_differences, mark_done
 from launch.stop import StopRequest
 from launch.timing import Interval
-from launch.training_data import TrainingData, fixed_batches, sequence_length, training_batches
+from launch.training_data import TrainingData, fingerprint, fixed_batches, sequence_length, training_batches
 from model.flops import flops_per_token
 
 log = logging.getLogger(__name__)
@@ -83,7 +89,8 @@ class Trainer:
             clean_leftovers(checkpoints)
         chosen = choose_checkpoint(self._config.run.resume, checkpoints, self._engine.rank, self._engine.world_size)
         if chosen is not None:
-            self._check_tokenizer(chosen)
+            on_main_rank(lambda: self._check_tokenizer(chosen))
+            on_main_rank(lambda: self._check_same_run(chosen))
             state = restore(self._engine, chosen)
             if state.step > self._last_step:
                 raise SharedError(
@@ -97,7 +104,7 @@ class Trainer:
         elif self._config.run.init_from is not None:
             source = Path(self._config.run.init_from)
             weights = on_main_rank(lambda: _sound_checkpoint(source, "run.init_from"))
-            self._check_tokenizer(weights)
+            on_main_rank(lambda: self._check_tokenizer(weights))
             restore(self._engine, weights, weights_only=True)
             log.info("starting from the weights of %s", weights)
 
@@ -246,17 +253,32 @@ class Trainer:
             groups={group.value: names for group, names in self._engine.groups.items()},
             optimizer_tensors=optimizer_tensor_kinds(self._engine),
             optimizer_scalars=optimizer_scalars(self._engine),
+            data_fingerprints=[fingerprint(source) for source in self._data.sources],
             tokenizer_sha256=self._data.tokenizer_sha256,
             tokenizer_file=None if tokenizer is None else f"tokenizer{tokenizer.suffix}",
             loss=self._loss,
             val_losses=self._val_losses,
         )
 
+    def _check_same_run(self, checkpoint: Path) -> None:
+        """Whether the checkpoint is of this model, data and order, as far as its text files tell. For rank 0."""
+        old = read_config(checkpoint).model_dump(mode="json")
+        problems = fixed_differences(old, self._config.model_dump(mode="json"))
+        saved = read_state(checkpoint).data_fingerprints
+        for index, source in enumerate(self._data.sources):
+            if index < len(saved) and saved[index] != fingerprint(source):
+                problems.append(f"data.sources.{index}: {source.path} holds other data than the run was trained on")
+        if problems:
+            raise RunError(
+                f"{checkpoint} is of another model or data: {'; '.join(problems)}. "
+                "To start a new run from its weights, set run.init_from instead"
+            )
+
     def _check_tokenizer(self, checkpoint: Path) -> None:
-        saved: Any = on_main_rank(lambda: read_state(checkpoint).tokenizer_sha256)
-        wanted = self._data.tokenizer_sha256
+        """Whether token ids mean the same in the data as in the checkpoint. For rank 0."""
+        saved, wanted = read_state(checkpoint).tokenizer_sha256, self._data.tokenizer_sha256
         if saved is not None and wanted is not None and saved != wanted:
-            raise SharedError(
+            raise RunError(
                 f"data.sources: the shards were made with another tokenizer ({wanted[:12]}…) than the data of "
                 f"{checkpoint} ({saved[:12]}…); prepare them with --tokenizer {checkpoint}/tokenizer.model"
             )

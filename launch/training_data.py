@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from configs.errors import ConfigError
 from configs.schema import Config
 from data.errors import DataError
+from data.indexed import idx_path
 from data.loader import BatchGeometry, MicroBatch, StepLoader, derive_accumulation, validation_batches
 from data.order import SampleOrder
 from data.source import TokenSource
@@ -107,6 +110,18 @@ def fixed_batches(
     )
 
 
+def fingerprint(source: TokenSource) -> str:
+    """Hash of what a source holds, wherever it lies: its manifest's file hashes, or its index files and sizes."""
+    digest = xxhash.xxh3_128()
+    if source.manifest is not None:
+        for file in source.manifest.files:
+            digest.update(f"{file.name} {file.size_bytes} {file.xxh3}\n".encode())
+    else:
+        for shard in source.shards:
+            digest.update(idx_path(shard.prefix).read_bytes())
+    return digest.hexdigest()
+
+
 def describe_data(data: TrainingData, config: Config) -> list[str]:
     """A line per source: its tokens, and how many epochs of it the run will use."""
     seq_len = sequence_length(config)
@@ -160,10 +175,13 @@ def _vocabulary(config: Config, sources: list[TokenSource]) -> tuple[int, int]:
     manifests = [source.manifest for source in sources if source.manifest is not None]
     used = max((manifest.vocab_size for manifest in manifests), default=None)
     wanted = config.model.vocab_size
+    eod_id = config.data.eod_id
     if wanted is None:
         if used is None:
             raise ConfigError(["model.vocab_size: is required, since the shards come without a manifest that tells it"])
         wanted = max(manifest.padded_vocab_size for manifest in manifests)
     elif used is not None and wanted < used:
         raise ConfigError([f"model.vocab_size: {wanted} is less than the {used} token ids of the data"])
+    if eod_id is not None and eod_id >= wanted:
+        raise ConfigError([f"data.eod_id: {eod_id} is beyond the vocabulary of {wanted}"])
     return wanted, wanted if used is None else used

@@ -54,6 +54,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     eod_id: int | None = None,
+    num_token_ids: int | None = None,
 ) -> Iterator[int]:
     """Continues one prompt; yields every new token id as soon as it is drawn.
 
@@ -66,6 +67,7 @@ def generate(
         temperature, top_p: see `sample_next`.
         seed: of the random draws.
         eod_id: end-of-document id: generation ends when it is drawn, without yielding it; None: never.
+        num_token_ids: ids that the tokenizer has; the padding of the vocabulary beyond them is never drawn.
 
     Raises:
         ValueError: temperature or top_p is out of range, the prompt is empty, or prompt and max_new_tokens
@@ -81,7 +83,7 @@ def generate(
             f" model.max_seq_len {max_seq_len}"
         )
     generator = torch.Generator().manual_seed(seed)
-    return _continue(model, list(tokens), max_new_tokens, temperature, top_p, generator, eod_id)
+    return _continue(model, list(tokens), max_new_tokens, temperature, top_p, generator, eod_id, num_token_ids)
 
 
 def _continue(
@@ -92,6 +94,7 @@ def _continue(
     top_p: float,
     generator: torch.Generator,
     eod_id: int | None,
+    num_token_ids: int | None,
 ) -> Iterator[int]:
     cache = model.new_cache(batch_size=1, length=len(tokens) + max_new_tokens)
     device = model.embedding.weight.device
@@ -100,7 +103,8 @@ def _continue(
         # Not around the yield: the caller's code must not run without gradients.
         with torch.no_grad():
             logits_B1V = model.logits(torch.tensor([unread], device=device), cache, last_only=True)
-            token = int(sample_next(logits_B1V[:, -1].cpu(), temperature, top_p, generator))
+            logits_BV = logits_B1V[:, -1, :num_token_ids].cpu()
+            token = int(sample_next(logits_BV, temperature, top_p, generator))
         if token == eod_id:
             return
         yield token

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.errors import DataError
-from data.order import BLOCK_SAMPLES, SampleOrder, permute, samples_per_block
+from data.order import BLOCK_SAMPLES, SampleOrder, _ceil_sqrt, permute, samples_per_block
 
 weights_strategy = st.lists(st.floats(0.001, 1000), min_size=1, max_size=6)
 seeds = st.integers(-(2**63), 2**64)
@@ -36,6 +36,13 @@ def test_permute_large_ranges(size: int) -> None:
     assert images.min() >= 0
     assert images.max() < size
     assert len(np.unique(images)) == len(points)
+
+
+@pytest.mark.parametrize("root", [1, 2, 3, 1000, 2**26 + 1, 2**27, 2**31 - 1, 2**31])
+def test_root_is_exact_beyond_the_precision_of_floats(root: int) -> None:
+    sizes = [size for size in (root**2 - 1, root**2, root**2 + 1) if size >= 1]
+    expected = [math.isqrt(size - 1) + 1 for size in sizes]
+    assert _ceil_sqrt(np.array(sizes, np.uint64)).tolist() == expected
 
 
 def test_permute_is_elementwise() -> None:

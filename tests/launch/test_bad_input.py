@@ -157,7 +157,10 @@ def test_a_checkpoint_beyond_the_last_step(run_copy: tuple[Path, Path, list[str]
 
 def test_a_checkpoint_of_another_model(run_copy: tuple[Path, Path, list[str]]) -> None:
     config, folder, overrides = run_copy
-    error = only_error(train(config, *overrides, "run.name=other", "model.num_layers=2", f"run.resume={folder}"))
+    settings = [*overrides, "run.name=other", "model.num_layers=2"]
+    error = only_error(train(config, *settings, f"run.resume={folder}"))
+    assert "model.num_layers was 1 and is now 2" in error
+    error = only_error(train(config, *settings, f"run.init_from={folder}"))
     assert "blocks.1.attention.query.weight: the checkpoint lacks it" in error
 
 
@@ -204,3 +207,24 @@ def test_a_full_disk_keeps_the_previous_checkpoint(run_copy: tuple[Path, Path, l
     assert not (folder / "DONE").exists()
     assert train(config, *overrides).code == 0
     assert (folder / "checkpoints/step_00000006").is_dir()
+
+
+def test_moved_data_goes_on_and_other_data_does_not(
+    run_copy: tuple[Path, Path, list[str]], shards: dict[str, Path], tmp_path: Path
+) -> None:
+    config, _, overrides = run_copy
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{shards['train']}{suffix}", tmp_path / f"moved{suffix}")
+    other = write_shard(tmp_path / "other", seed=9, num_tokens=30_000)
+    error = only_error(train(config, *overrides, f"data.sources.0.path={other}"))
+    assert "data.sources.0" in error
+    assert "holds other data than the run was trained on" in error
+    finished = train(config, *overrides, f"data.sources.0.path={tmp_path}/moved")
+    assert finished.code == 0, finished.errors
+
+
+def test_another_seed_is_another_order(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    assert "run.seed was 0 and is now 1" in only_error(train(config, *overrides, "run.seed=1"))
+    error = only_error(train(config, *overrides, "run.seed=1", "run.name=branch", f"run.resume={folder}"))
+    assert "run.seed was 0 and is now 1" in error

@@ -83,3 +83,11 @@ def test_frequencies_follow_the_probabilities():
 def test_temperature_zero_takes_the_most_likely():
     logits_BV = torch.randn(5, 7)
     assert torch.equal(sample_next(logits_BV, temperature=0), logits_BV.argmax(1))
+
+
+def test_padding_of_the_vocabulary_is_never_drawn(make_model):
+    model = make_model(vocab_size=64)
+    with torch.no_grad():
+        model.head.weight[40:] *= 100.0  # ids that would win
+    assert max(generate(model, [1, 2], 20, temperature=5.0, num_token_ids=40)) < 40
+    assert max(generate(model, [1, 2], 20, temperature=5.0)) >= 40
