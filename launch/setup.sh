@@ -44,5 +44,9 @@ if [ -z "$cuda_torch" ]; then
     .venv/bin/pip install --quiet --quiet --constraint "$constraints" torch==2.13.0
 fi
 .venv/bin/pip install --quiet --quiet --constraint "$constraints" --editable ".[$extras]"
+if [[ ",$extras," == *,dev,* ]]; then
+    # Only its reader and writer of shards are used, as the peer to check against; its dependencies are not needed.
+    .venv/bin/pip install --quiet --quiet --no-deps megatron-core==0.16.1
+fi
 echo "$wanted" > "$stamp"
 echo "set-up: done"
