@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from launch.run_folder import RunFolder
 log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 5.0
-STRAGGLER_FACTOR = 1.2
+STRAGGLER_FACTOR = 1.3
+STRAGGLER_STEPS = 50
 MIN_STRAGGLER_SECONDS = 0.01
 
 
@@ -64,7 +66,7 @@ def step_record(
     }
 
 
-def slowest_rank(forward_seconds: tuple[float, ...]) -> int | None:
+def slowest_rank(forward_seconds: Sequence[float]) -> int | None:
     """The rank whose forward passes took clearly longer than the median's; None when all are alike.
 
     Forward passes hold no collective at ZeRO stages 0 to 2, so they show a rank's own speed, whereas the time of a
@@ -79,24 +81,34 @@ def slowest_rank(forward_seconds: tuple[float, ...]) -> int | None:
 
 
 class StragglerWatch:
-    """Names a rank that is the slowest twice in a row; once, until another one is."""
+    """Names a rank that is clearly slower than the others over a stretch of steps; each rank once."""
 
     def __init__(self) -> None:
-        self._candidate: int | None = None
-        self._named: int | None = None
+        self._sums: list[float] = []
+        self._num_steps = 0
+        self._named: set[int] = set()
 
-    def look(self, record: dict[str, Any]) -> None:
-        slowest = record["slowest_rank"]
-        if slowest is not None and slowest == self._candidate and slowest != self._named:
-            self._named = slowest
+    def look(self, step: int, forward_seconds: Sequence[float]) -> None:
+        """Takes one step's forward times of all ranks; speaks at the end of a stretch."""
+        sums = self._sums or [0.0] * len(forward_seconds)
+        self._sums = [total + seconds for total, seconds in zip(sums, forward_seconds, strict=True)]
+        self._num_steps += 1
+        if self._num_steps < STRAGGLER_STEPS:
+            return
+        means = [total / self._num_steps for total in self._sums]
+        self._sums, self._num_steps = [], 0
+        slowest = slowest_rank(means)
+        if slowest is not None and slowest not in self._named:
+            self._named.add(slowest)
             log.warning(
-                "rank %d is slow: its forward passes took %.3f s in step %d, the fastest rank's %.3f s",
+                "rank %d is slow: its forward passes took %.3f s a step over the last %d steps (to %d), the fastest "
+                "rank's %.3f s",
                 slowest,
-                record["forward_seconds"]["max"],
-                record["step"] - 1,
-                record["forward_seconds"]["min"],
+                means[slowest],
+                STRAGGLER_STEPS,
+                step,
+                min(means),
             )
-        self._candidate = slowest
 
 
 def drop_records_after(path: Path, step: int) -> None:
@@ -129,7 +141,6 @@ class Recorder:
         self._active = active
         self._last_step = last_step
         self._start_step = start_step
-        self._pending: dict[str, Any] = {}
         if not active:
             return
         drop_records_after(folder.metrics, start_step)
@@ -147,10 +158,16 @@ class Recorder:
                 total=last_step, initial=start_step, unit="step", dynamic_ncols=True, file=sys.stdout, leave=True
             )
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Records one step. `val_loss` keys may be among its values."""
+    def write(self, record: dict[str, Any], forward_seconds: Sequence[float]) -> None:
+        """Records one step.
+
+        Args:
+            record: see `step_record`; `val_loss` keys may be among its values.
+            forward_seconds: of every rank.
+        """
         if not self._active:
             return
+        self._stragglers.look(record["step"], forward_seconds)
         self._stream.write(json.dumps(record) + "\n")
         self._write_scalars(record)
         self._show(record)
@@ -198,7 +215,6 @@ class Recorder:
 
     def _show(self, record: dict[str, Any]) -> None:
         step = record["step"]
-        self._stragglers.look(record)
         if "val_loss" in record:
             self._validation = f"{record['val_loss']:.3f}"
         speed = f"{record['tokens_per_second']:,.0f} tokens/s"

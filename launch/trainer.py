@@ -195,7 +195,7 @@ class Trainer:
         self._loss = report.loss
         if self._validation_is_due(pending.step):
             record.update(self._validate())
-        recorder.write(record)
+        recorder.write(record, report.forward_seconds)
         return report.stop_requested
 
     def _check_finite(self, report: StepReport, step: int) -> None:

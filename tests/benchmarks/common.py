@@ -22,6 +22,7 @@ from launch.training_data import TrainingData, batch_geometry, training_batches
 from model.gpt import GPT
 from model.initialisation import initialise
 from model.parameters import collect_specs
+from model.stability.groups import group_names
 
 DOCUMENT_TOKENS = 10_000
 LARGEST_STRIDE = 3
@@ -139,7 +140,9 @@ class BareLoop:
             self._masters = copy.deepcopy(self._model).float()
         if config.train.compile:
             self._model.compile_blocks()
-        self._optimizer = build_optimizer(self._masters, collect_specs(self._masters), config)
+        specs = collect_specs(self._masters)
+        self._groups = group_names(specs)
+        self._optimizer = build_optimizer(self._masters, specs, config)
         self.losses: list[Tensor] = []
         self.grad_norms: list[Tensor] = []
 
@@ -147,8 +150,9 @@ class BareLoop:
         """One optimizer step."""
         step = len(self.losses)
         batch = self._batches[step % len(self._batches)]
+        rates = group_rates(step, self._config, self._groups)
         for group in self._optimizer.param_groups:
-            group["lr"] = group_rates(step, self._config, [group["name"]])[group["name"]]
+            group["lr"] = rates[group["name"]]
         loss_sum = torch.zeros((), device=self._device)
         for micro_batch in batch.micro_batches:
             tokens = micro_batch.tokens.to(self._device, non_blocking=True)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from configs.errors import ConfigError
 from configs.load import differences, load_config, schema_keys, write_yaml
 from configs.schema import Config
+from configs.table import markdown
 
 MINIMAL = {"data": {"sources": [{"path": "shards"}]}, "train": {"steps": 10, "global_batch_tokens": 2048}}
 
@@ -157,3 +158,8 @@ def test_every_key_has_a_description() -> None:
     leaves = [(key, field) for key, field in schema_keys(Config) if "." in key]
     sections = {key.rpartition(".")[0] for key, _ in leaves}
     assert [key for key, field in leaves if key not in sections and not field.description] == []
+
+
+def test_the_readme_has_the_configuration_table() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert markdown() in readme, "run `python -m configs.table` and put its output into README.md"

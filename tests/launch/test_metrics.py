@@ -10,7 +10,7 @@ import pytest
 
 from launch.engine import StepReport
 from launch.hardware import peak_flops
-from launch.metrics import StragglerWatch, drop_records_after, slowest_rank, step_record
+from launch.metrics import STRAGGLER_STEPS, StragglerWatch, drop_records_after, slowest_rank, step_record
 
 
 def report(**changes: object) -> StepReport:
@@ -79,13 +79,21 @@ def test_the_slowest_rank_stands_out_from_the_median() -> None:
 def test_a_straggler_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     watch = StragglerWatch()
     logging.getLogger("launch").propagate = True
-    for step in range(6):
-        watch.look(record(step, forward_seconds=(1.0, 2.0)))
-    assert [message for message in caplog.messages if "rank 1 is slow" in message] == caplog.messages
+    for step in range(4 * STRAGGLER_STEPS):
+        watch.look(step, (1.0, 2.0))
     assert len(caplog.messages) == 1
-    for step in range(6, 9):
-        watch.look(record(step, forward_seconds=(3.0, 2.0)))
+    assert "rank 1 is slow: its forward passes took 2.000 s a step" in caplog.messages[0]
+    for step in range(2 * STRAGGLER_STEPS):
+        watch.look(step, (1.5 + step % 2, 1.0 + step % 2))
     assert len(caplog.messages) == 2
+
+
+def test_a_few_slow_steps_are_not_a_straggler(caplog: pytest.LogCaptureFixture) -> None:
+    watch = StragglerWatch()
+    logging.getLogger("launch").propagate = True
+    for step in range(4 * STRAGGLER_STEPS):
+        watch.look(step, (3.0, 1.0) if step % 2 else (1.0, 3.0))
+    assert caplog.messages == []
 
 
 def test_records_beyond_a_step_and_cut_lines_are_dropped(tmp_path: Path) -> None:
