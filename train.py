@@ -37,8 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SharedError as error:
         report(str(error), when=is_main)
         return EXIT_FAILURE
-    except (RunError, DataError) as error:
+    except (RunError, DataError, OSError) as error:
         report(f"rank {os.environ.get('RANK', '0')}: {error}")
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        report("interrupted before a checkpoint; the run can go on from its last one", when=is_main)
         return EXIT_FAILURE
 
 

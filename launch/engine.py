@@ -13,7 +13,7 @@ import math
 import os
 import random
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,9 +21,11 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from configs.errors import ConfigError
 from configs.schema import Config
 from data.loader import MicroBatch, StepBatch
 from launch.deepspeed_config import deepspeed_config
@@ -160,7 +162,8 @@ def _seed_everything(seed: int, deterministic: bool) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    torch.set_float32_matmul_precision("highest" if deterministic else "high")
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("highest" if deterministic else "high")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -187,6 +190,20 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
+@contextlib.contextmanager
+def _engine_errors() -> Iterator[None]:
+    """Turns DeepSpeed's complaints about its configuration into ours: the schema generates all but the overrides."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError(
+            [
+                f"deepspeed.overrides.zero_optimization.{'.'.join(map(str, item['loc']))}: {item['msg']}"
+                for item in error.errors()
+            ]
+        ) from None
+
+
 def build_model(config: Config, topology: Topology, device: torch.device) -> GPT:
     """The model with its initial weights, which are the same at every ZeRO stage and number of ranks. Collective.
 
@@ -201,7 +218,7 @@ def build_model(config: Config, topology: Topology, device: torch.device) -> GPT
     deepspeed = import_deepspeed(device)
     deepspeed.init_distributed(verbose=False)
     settings = deepspeed_config(config, topology.world_size, accumulation=1, num_parameters=0)
-    with deepspeed.zero.Init(config_dict_or_path=settings):
+    with _engine_errors(), deepspeed.zero.Init(config_dict_or_path=settings):
         model = GPT(config.model, activation_checkpointing)
     specs = collect_specs(model)
     for name, parameter in model.named_parameters():
@@ -235,7 +252,7 @@ class Engine:
         num_parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
         settings = deepspeed_config(config, topology.world_size, accumulation, num_parameters)
         optimizer = build_optimizer(model, collect_specs(model), config)
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints memory tables whatever its log level
+        with _engine_errors(), contextlib.redirect_stdout(io.StringIO()):  # it prints whatever its log level
             self._engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
         if config.train.compile:
             self.module.compile_blocks()

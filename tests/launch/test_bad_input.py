@@ -228,3 +228,8 @@ def test_another_seed_is_another_order(run_copy: tuple[Path, Path, list[str]]) -
     assert "run.seed was 0 and is now 1" in only_error(train(config, *overrides, "run.seed=1"))
     error = only_error(train(config, *overrides, "run.seed=1", "run.name=branch", f"run.resume={folder}"))
     assert "run.seed was 0 and is now 1" in error
+
+
+def test_a_misspelt_zero_key_is_named(tiny_config: Path) -> None:
+    error = only_error(train(tiny_config, "deepspeed.overrides.zero_optimization.reduce_buckt_size=5"))
+    assert "deepspeed.overrides.zero_optimization.reduce_buckt_size" in error
