@@ -142,7 +142,9 @@ class TrainConfig(Section):
     global_batch_tokens: int = Field(ge=1, description="tokens of one optimizer step over all ranks")
     micro_batch_size: int = Field(1, ge=1, description="sequences a rank runs at once; accumulation is derived")
     precision: Literal["fp32", "bf16"] = Field(
-        "bf16", description="`bf16`: bf16 compute with fp32 master weights and fp32 gradient accumulation"
+        "bf16",
+        description="`bf16`: bf16 compute, fp32 master weights and gradient sums; `fp32` uses TF32 on GPU unless"
+        " run.deterministic",
     )
     z_loss: float = Field(0.0, ge=0, description="weight of mean(logsumexp(logits)^2); 1e-4 is usual, 0: off")
     compile: bool = Field(False, description="torch.compile for every block")

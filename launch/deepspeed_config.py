@@ -29,6 +29,7 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int, num_par
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.optim.grad_clip if stage > 0 else 0.0,
         "steps_per_print": 2**62,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the whole GPU twice a micro-batch
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
@@ -41,7 +42,8 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int, num_par
         if stage == 0:
             result["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         else:
-            result["bf16"] = {"enabled": True}
+            # Each bf16 gradient is added to the fp32 sum, and freed, as soon as the backward pass has made it.
+            result["bf16"] = {"enabled": True, "immediate_grad_update": True}
             result["data_types"] = {"grad_accum_dtype": "fp32"}
             result["communication_data_type"] = "fp32"
     return merge(result, config.deepspeed.overrides)

@@ -1,7 +1,7 @@
 """The DeepSpeed engine of one rank: start, one training step, validation, and what its ranks report.
 
-Only this module imports DeepSpeed. Nothing here waits for a GPU: what a step measures is gathered on
-the device, copied to the host in the background, and read one step later.
+Only this module imports DeepSpeed. A step of ours does not wait for a GPU: what it measures is gathered on the device,
+copied to the host in the background, and read one step later. (DeepSpeed's optimizers do wait, for the gradient norm.)
 """
 
 from __future__ import annotations
@@ -123,9 +123,7 @@ def start_distributed(topology: Topology, config: Config) -> torch.device:
     if threads is not None:
         torch.set_num_threads(threads)
     if torch.cuda.is_available():
-        if topology.local_rank >= torch.cuda.device_count():
-            raise RunError(f"LOCAL_RANK={topology.local_rank}, but this node has {torch.cuda.device_count()} GPUs")
-        device = torch.device("cuda", topology.local_rank)
+        device = torch.device("cuda", local_device(topology.local_rank, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
@@ -134,13 +132,26 @@ def start_distributed(topology: Topology, config: Config) -> torch.device:
     return device
 
 
+def local_device(local_rank: int, num_visible: int) -> int:
+    """Index of this rank's GPU; 0 where the launcher shows each rank only its own.
+
+    Raises:
+        RunError: there are several GPUs but fewer than ranks.
+    """
+    if num_visible == 1:
+        return 0
+    if local_rank >= num_visible:
+        raise RunError(f"LOCAL_RANK={local_rank}, but this node shows {num_visible} GPUs; start one rank for each")
+    return local_rank
+
+
 def _join_process_group(topology: Topology, device: torch.device, timeout: timedelta) -> None:
     # DeepSpeed's own calls of torch's older collective names would print a warning at every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # DeepSpeed reads these itself; only its launcher and torchrun set all of them.
     os.environ.update(
         RANK=str(topology.rank),
-        LOCAL_RANK=str(topology.local_rank),
+        LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(topology.local_rank),
         WORLD_SIZE=str(topology.world_size),
         MASTER_ADDR=topology.master_addr,
         MASTER_PORT=str(topology.master_port),
@@ -154,7 +165,8 @@ def _join_process_group(topology: Topology, device: torch.device, timeout: timed
         rank=topology.rank,
         world_size=topology.world_size,
         timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        # Bound to a device, a lone rank would split a communicator for every group that DeepSpeed makes.
+        device_id=device if device.type == "cuda" and topology.world_size > 1 else None,
     )
 
 
@@ -178,8 +190,7 @@ def stop_distributed() -> None:
 
 def import_deepspeed(device: torch.device) -> Any:
     """Imports DeepSpeed quietly; its import takes seconds, so it comes late."""
-    if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed
     from deepspeed.ops import __compatible_ops__
@@ -205,14 +216,17 @@ def _engine_errors() -> Iterator[None]:
 
 
 def build_model(config: Config, topology: Topology, device: torch.device) -> GPT:
-    """The model with its initial weights, which are the same at every ZeRO stage and number of ranks. Collective.
+    """The model with its initial weights, which do not depend on the number of ranks or the ZeRO stage. Collective.
 
+    In bf16 from stage 1 on, DeepSpeed makes the fp32 masters from the bf16 weights, so the initial values are rounded.
     At stage 3 the model is never whole in memory: each parameter is drawn, and then split over the ranks.
     """
     activation_checkpointing = config.train.activation_checkpointing
     if config.deepspeed.zero_stage < 3:
-        with device:
+        with torch.device("meta"):
             model = GPT(config.model, activation_checkpointing)
+        in_bf16 = config.train.precision == "bf16" and config.deepspeed.zero_stage > 0
+        model = model.to(torch.bfloat16 if in_bf16 else torch.float32).to_empty(device=device)
         initialise(model, config.run.seed)
         return model
     deepspeed = import_deepspeed(device)
@@ -299,7 +313,7 @@ class Engine:
         """
         self._set_rates(rates)
         forward_seconds = self._forward_watch.take()
-        num_targets = torch.tensor(float(batch.num_targets), device=self.device)
+        num_targets = torch.full((), float(batch.num_targets), device=self.device)
         dist.all_reduce(num_targets)
         scale = self.world_size / num_targets
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -327,17 +341,20 @@ class Engine:
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """Cross-entropy in nats per target over all ranks' batches; every rank passes equally many. Collective."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        num_targets = 0
         self._engine.eval()
         with torch.no_grad():
             for micro_batch in batches:
-                _, cross_entropy, _ = self._forward(micro_batch)
-                sums[0] += cross_entropy
-                sums[1] += (micro_batch.targets >= 0).sum().to(self.device, non_blocking=True)
+                num_targets += int((micro_batch.targets >= 0).sum())
+                on_gpu = self.device.type == "cuda"
+                _, cross_entropy, _ = self._forward(micro_batch.pin_memory() if on_gpu else micro_batch)
+                loss_sum += cross_entropy
         self._engine.train()
+        sums = torch.stack([loss_sum, torch.full_like(loss_sum, num_targets)])
         dist.all_reduce(sums)
-        loss_sum, num_targets = sums.tolist()
-        return float(loss_sum / num_targets)
+        total_loss, total_targets = sums.tolist()
+        return float(total_loss / total_targets)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> whole shape of every parameter (ZeRO-3 hides it behind an empty tensor)."""
@@ -376,7 +393,8 @@ class Engine:
 
     def _gather(self, loss_sum: Tensor, z_sum: Tensor, host_values: list[Any]) -> PendingReport:
         names = [group.value for group in self.groups]
-        row = torch.tensor([0.0, 0.0, *map(float, host_values), *[0.0] * len(names)], dtype=torch.float64)
+        values = [0.0, 0.0, *map(float, host_values), *[0.0] * len(names)]
+        row = torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         assert row.numel() == NUM_FIXED_COLUMNS + len(names)
         row = row.to(self.device, non_blocking=True)
         row[0], row[1] = loss_sum, z_sum

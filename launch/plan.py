@@ -73,14 +73,14 @@ def memory_bytes(num_parameters: int, config: Config, stage: int, num_ranks: int
 
     fp32: 4-byte weights and gradients, 8 for AdamW's moments, and from stage 1 on 4 for separate masters.
     bf16: 2-byte weights; fp32 masters and moments (12); gradients accumulated in fp32 (4), at stage 1 for the whole
-    model beside the 2-byte gradients of the backward pass. Stage 0 in bf16 keeps fp32 weights and casts them on use.
+    model. Stage 0 in bf16 keeps fp32 weights and casts them on use.
     """
     weight_share = num_ranks if stage == 3 else 1
     optimizer_share = num_ranks if stage >= 1 else 1
     gradient_share = num_ranks if stage >= 2 else 1
     bf16 = config.train.precision == "bf16"
     if bf16 and stage > 0:
-        weights, gradients, optimizer = 2.0, 6.0 if stage == 1 else 4.0, 12.0
+        weights, gradients, optimizer = 2.0, 4.0, 12.0
     else:
         weights, gradients, optimizer = 6.0 if bf16 else 4.0, 4.0, 8.0 if stage == 0 else 12.0
     return {

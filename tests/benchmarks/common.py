@@ -161,9 +161,7 @@ class BareLoop:
             (objective / batch.num_targets).backward()
             loss_sum += cross_entropy
             self._accumulate()
-        self.grad_norms.append(
-            torch.nn.utils.clip_grad_norm_(self._masters.parameters(), self._config.optim.grad_clip)
-        )
+        self.grad_norms.append(torch.nn.utils.clip_grad_norm_(self._masters.parameters(), self._config.optim.grad_clip))
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._publish()
