@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_DONE
         return train(config, detect_topology(os.environ, options.local_rank))
     except ConfigError as error:
-        report("\n  ".join(["", *error.problems]) if len(error.problems) > 1 else str(error), when=is_main)
+        report(str(error), when=is_main)
         return EXIT_USAGE
     except SharedError as error:
         report(str(error), when=is_main)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report(f"rank {os.environ.get('RANK', '0')}: {error}")
         return EXIT_FAILURE
     except KeyboardInterrupt:
-        report("interrupted before a checkpoint; the run can go on from its last one", when=is_main)
+        report("interrupted; the run can go on from its last checkpoint", when=is_main)
         return EXIT_FAILURE
 
 
@@ -56,41 +56,62 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def train(config: Config, topology: Topology) -> int:
     """Joins the other ranks, runs, and leaves. Returns the exit code."""
+    import torch
+
+    from launch.collective import is_lost_contact
     from launch.engine import start_distributed, stop_distributed
     from launch.logs import start_screen_log
 
     start_screen_log(topology.is_main)
     device = start_distributed(topology, config)
-    exit_code = run(config, topology, device)
+    try:
+        exit_code = run(config, topology, device)
+    except torch.OutOfMemoryError as error:
+        advice = "lower train.micro_batch_size, or set train.activation_checkpointing or a higher deepspeed.zero_stage"
+        raise RunError(f"out of GPU memory; {advice} ({str(error).splitlines()[0]})") from None
+    except RuntimeError as error:
+        if not isinstance(error, RunError) and is_lost_contact(error):
+            first_line = str(error).splitlines()[0]
+            raise RunError(f"lost contact with another rank, whose message tells why ({first_line})") from None
+        raise
     stop_distributed()
     return exit_code
 
 
 def run(config: Config, topology: Topology, device: torch.device) -> int:
     """One run, from its data to its exit code."""
+    from launch.collective import on_all_ranks, on_main_rank
     from launch.engine import Engine, build_model
-    from launch.run_folder import RunFolder
-    from launch.start import announce, is_finished, prepare_folder
+    from launch.logs import start_file_log
+    from launch.run_folder import FolderLock, RunFolder, check_folder, released_at_end
+    from launch.start import announce, choose_start, is_finished, load_start
     from launch.trainer import Trainer
     from launch.training_data import batch_geometry, open_data
 
-    data, config = open_data(config)
+    data, config = on_all_ranks(lambda: open_data(config))
     folder = RunFolder.of(config)
-    prepare_folder(folder, config, topology)
-    if is_finished(folder, config):
-        return EXIT_DONE
-    geometry = batch_geometry(config, topology.world_size)
-    announce(config, data, geometry, topology, device)
-    model = build_model(config, topology, device)
-    engine = Engine(model, config, topology, device, geometry.accumulation)
-    trainer = Trainer(config, folder, data, geometry, engine)
-    trainer.restore()
-    return trainer.fit()
+    lock = FolderLock(folder)
+    with released_at_end(lock):
+        on_main_rank(lock.acquire)
+        on_main_rank(lambda: check_folder(folder, config))
+        start_file_log(folder.log(topology.rank))
+        start = choose_start(config, folder, data, topology)
+        if is_finished(folder, config):
+            return EXIT_DONE
+        geometry = batch_geometry(config, topology.world_size)
+        announce(config, data, geometry, topology, device)
+        model = build_model(config, topology, device)
+        engine = Engine(model, config, topology, device, geometry.accumulation)
+        load_start(engine, start, folder, config)
+        return Trainer(config, folder, data, geometry, engine, start.state).fit()
 
 
 def report(message: str, when: bool = True) -> None:
+    """Prints an error, one line for each problem."""
+    lines = message.splitlines()
     if when:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        text = message if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems", *lines])
+        print(f"error: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -86,9 +86,9 @@ def read_yaml(path: str | Path) -> Tree:
     return tree
 
 
-def write_yaml(config: BaseModel, path: str | Path) -> None:
-    """Writes a configuration so that `load_config` reads the same one."""
-    Path(path).write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+def to_yaml(config: BaseModel) -> str:
+    """The text of a file from which `load_config` reads the same configuration."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -95,12 +95,12 @@ class OptimConfig(Section):
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.1, ge=0, description="decoupled decay of matrices except embeddings")
     grad_clip: float = Field(1.0, ge=0, description="largest global gradient norm; 0: no clipping")
-    warmup_steps: int = Field(100, ge=0, description="steps of linear warm-up from 0")
+    warmup_steps: int = Field(100, ge=0, description="steps of linear warm-up")
     schedule: Literal["constant", "cosine", "wsd"] = Field("cosine", description="shape after the warm-up")
     decay_fraction: float = Field(
         0.2, gt=0, le=1, description="part of train.steps in which `wsd` decays (linearly) to min_lr_ratio"
     )
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="last rate as a fraction of lr")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="rate at train.steps as a fraction of lr")
 
 
 class SourceConfig(Section):
@@ -137,7 +137,7 @@ class TrainConfig(Section):
     steps: int = Field(ge=1, description="horizon of the schedule, in optimizer steps")
     stop_step: int | None = Field(None, ge=1, description="stop after this step; the schedule's horizon is unchanged")
     max_seconds: float | None = Field(
-        None, gt=0, description="stop with a checkpoint (exit code 75) after this many seconds"
+        None, gt=0, description="stop with a checkpoint (exit code 75) when the process is this old"
     )
     global_batch_tokens: int = Field(ge=1, description="tokens of one optimizer step over all ranks")
     micro_batch_size: int = Field(1, ge=1, description="sequences a rank runs at once; accumulation is derived")

@@ -13,9 +13,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from configs.load import write_yaml
+from configs.load import to_yaml
 from configs.schema import CheckpointConfig, Config
 from launch.checkpoint_files import (
+    ASIDE_SUFFIX,
     CONFIG,
     MANIFEST,
     MASTER,
@@ -30,13 +31,12 @@ from launch.checkpoint_files import (
     list_checkpoints,
     parameter_mismatches,
     rank_file,
-    sync,
-    write_json,
     write_state,
 )
-from launch.collective import on_main_rank, share
+from launch.collective import on_all_ranks, on_main_rank, share
 from launch.engine import Engine
 from launch.errors import RunError, SharedError
+from launch.files import sync, write_atomically
 from launch.shards import Shard
 
 log = logging.getLogger(__name__)
@@ -53,20 +53,14 @@ def save_checkpoint(
     """
     final = checkpoint_path(checkpoints, state.step)
     partial = final.with_name(final.name + PARTIAL_SUFFIX)
-    on_main_rank(lambda: _make_empty(partial))
-    entries: dict[str, Any] = {}
-    problem = None
     try:
-        entries = _write_files(partial, engine, config, state, tokenizer)
-    except (OSError, SafetensorError) as error:
-        problem = f"rank {engine.rank} cannot write to {partial}: {error}"
-    outcomes = share((entries, problem))
-    problems = [text for _, text in outcomes if text]
-    if problems:
+        on_main_rank(lambda: _make_empty(partial))
+        entries = share(on_all_ranks(lambda: _write_files(partial, engine, config, state, tokenizer)))
+        files = {name: entry for part in entries for name, entry in part.items()}
+        on_main_rank(lambda: _commit(partial, final, files))
+    except SharedError:
         on_main_rank(lambda: shutil.rmtree(partial, ignore_errors=True))
-        raise SharedError("; ".join(problems))
-    files = {name: entry for part, _ in outcomes for name, entry in part.items()}
-    on_main_rank(lambda: _commit(partial, final, files))
+        raise
     return final
 
 
@@ -74,6 +68,7 @@ def _make_empty(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
+    sync(folder.parent.parent)
 
 
 def _write_files(
@@ -82,10 +77,13 @@ def _write_files(
     """This rank's files, on disk and read back; rank 0 also writes what is common. Returns their manifest entries."""
     paths = [folder / rank_file(engine.rank)]
     tensors, ranges = _rank_tensors(engine)
-    save_file(tensors, paths[0], metadata={"ranges": json.dumps(ranges)})
+    try:
+        save_file(tensors, paths[0], metadata={"ranges": json.dumps(ranges)})
+    except SafetensorError as error:
+        raise OSError(f"{paths[0]}: {error}") from None
     if engine.rank == 0:
         write_state(folder, state)
-        write_yaml(config, folder / CONFIG)
+        write_atomically(folder / CONFIG, to_yaml(config))
         paths += [folder / STATE, folder / CONFIG]
         if tokenizer is not None and state.tokenizer_file is not None:
             shutil.copyfile(tokenizer, folder / state.tokenizer_file)
@@ -109,7 +107,8 @@ def _rank_tensors(engine: Engine) -> tuple[dict[str, Tensor], dict[str, tuple[in
         state = engine.base_optimizer.state.get(shard.flat, {})
         kinds = {MASTER: shard.flat, **{kind: state[kind] for kind in optimizer_tensor_kinds(engine)}}
         for kind, flat in kinds.items():
-            tensors[f"{kind}/{shard.name}"] = shard.view(flat)[first:last].cpu().contiguous().clone()
+            piece = shard.view(flat)[first:last]
+            tensors[f"{kind}/{shard.name}"] = piece.cpu() if piece.is_cuda else piece.clone()
     return tensors, ranges
 
 
@@ -143,33 +142,58 @@ def optimizer_scalars(engine: Engine) -> dict[str, float]:
 
 
 def _commit(partial: Path, final: Path, files: dict[str, Any]) -> None:
-    write_json(partial / MANIFEST, {"files": files})
+    write_atomically(partial / MANIFEST, json.dumps({"files": files}, indent=1))
     faults = find_faults(partial, check_hashes=False)
     if faults:
         raise RunError("; ".join(faults))
-    sync(partial)
     if final.exists():
-        shutil.rmtree(final)
+        _delete(final)
     partial.rename(final)
     sync(final.parent)
 
 
 def prune_checkpoints(checkpoints: Path, config: CheckpointConfig) -> None:
-    """Deletes all but the newest `keep_last` checkpoints and the multiples of `keep_every`. For rank 0."""
-    found = list_checkpoints(checkpoints)
-    for step, path in found[: -config.keep_last]:
+    """Deletes all but the newest `keep_last` checkpoints and the multiples of `keep_every`. For rank 0.
+
+    No checkpoint is newer than the one just saved: those were set aside at the start. A folder that cannot be deleted
+    (one that is being read on a network disk, say) is only reported.
+    """
+    for step, path in list_checkpoints(checkpoints)[: -config.keep_last]:
         if config.keep_every is None or step % config.keep_every:
-            # Renamed first, so that a kill while deleting never leaves a half-deleted checkpoint under its name.
-            doomed = path.with_name(path.name + PARTIAL_SUFFIX)
-            path.rename(doomed)
-            shutil.rmtree(doomed)
+            try:
+                _delete(path)
+            except OSError as error:
+                log.warning("the old checkpoint %s could not be deleted: %s", path, error)
+
+
+def _delete(checkpoint: Path) -> None:
+    """Renames first, so that a kill while deleting never leaves half a checkpoint under its name."""
+    doomed = checkpoint.with_name(checkpoint.name + ".old" + PARTIAL_SUFFIX)
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def clean_leftovers(checkpoints: Path) -> None:
     """Deletes what killed saves left behind. For rank 0, before the first save."""
     for path in checkpoints.glob(f"*{PARTIAL_SUFFIX}"):
         log.info("removing %s, left by a save that did not finish", path)
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_newer_aside(checkpoints: Path, step: int) -> None:
+    """Renames checkpoints beyond the step that the run starts from: damaged ones, or of a branch given up. For rank 0.
+
+    Otherwise pruning would keep them instead of the run's own, and the next start would take them up.
+    """
+    for newer, path in list_checkpoints(checkpoints):
+        if newer > step:
+            aside = path.with_name(path.name + ASIDE_SUFFIX)
+            number = 1
+            while aside.exists():
+                number += 1
+                aside = path.with_name(f"{path.name}{ASIDE_SUFFIX}_{number}")
+            path.rename(aside)
+            log.warning("%s is beyond the start at step %d; it is now %s", path, step, aside.name)
 
 
 def choose_checkpoint(resume: str, checkpoints: Path, rank: int, world_size: int) -> Path | None:
@@ -204,25 +228,29 @@ def choose_checkpoint(resume: str, checkpoints: Path, rank: int, world_size: int
 
 
 def _shared_faults(checkpoint: Path, rank: int, world_size: int) -> list[str]:
-    return [fault for part in share(find_faults(checkpoint, rank, world_size)) for fault in part]
+    return list(dict.fromkeys(fault for part in share(find_faults(checkpoint, rank, world_size)) for fault in part))
 
 
-def restore(engine: Engine, checkpoint: Path, weights_only: bool = False) -> TrainingState:
+def restore(engine: Engine, checkpoint: Path, weights_only: bool = False) -> None:
     """Loads masters, optimizer state and random states, at any ZeRO stage and number of ranks. Collective.
 
     Args:
         weights_only: only the master weights, for `run.init_from`.
 
     Raises:
-        RunError: the parameters differ from the model's; every difference is named.
+        SharedError: the parameters differ from the model's (every difference is named), or a file cannot be read.
     """
+    on_all_ranks(lambda: _read_shards(engine, checkpoint, weights_only))
+    engine.publish_masters()
+
+
+def _read_shards(engine: Engine, checkpoint: Path, weights_only: bool) -> None:
     with CheckpointReader(checkpoint) as reader:
-        shards = engine.shards()
         mismatches = list(parameter_mismatches(reader.state.parameters, engine.parameter_shapes()))
         if mismatches:
-            raise SharedError(f"{checkpoint} does not fit the model: " + "; ".join(mismatches))
+            raise RunError(f"{checkpoint} does not fit the model: {'; '.join(mismatches)}")
         kinds = [] if weights_only else reader.state.optimizer_tensors
-        for shard in shards:
+        for shard in engine.shards():
             reader.read_range(MASTER, shard.name, shard.master, shard.start)
             state = engine.base_optimizer.state[shard.flat] if kinds else {}
             for kind in kinds:
@@ -232,8 +260,6 @@ def restore(engine: Engine, checkpoint: Path, weights_only: bool = False) -> Tra
                 state[kind] = torch.tensor(value, dtype=torch.float32, device=shard.flat.device)
         if not weights_only and reader.state.num_ranks == engine.world_size:
             _restore_random_state(reader, engine)
-        engine.publish_masters()
-        return reader.state
 
 
 def _restore_random_state(reader: CheckpointReader, engine: Engine) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -32,6 +31,7 @@ from torch import Tensor
 from configs.load import load_config
 from configs.schema import Config
 from launch.errors import RunError
+from launch.files import write_atomically
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -39,6 +39,7 @@ STATE = "state.json"
 CONFIG = "config.yaml"
 MASTER = "master"
 PARTIAL_SUFFIX = ".partial"
+ASIDE_SUFFIX = ".superseded"
 _NAME = re.compile(r"^step_(\d{8,})$")
 _HASH_CHUNK_BYTES = 8 << 20
 
@@ -114,21 +115,6 @@ def file_entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON and forces it to the disk."""
-    path.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    sync(path)
-
-
-def sync(path: Path) -> None:
-    """Forces a file's or a folder's content to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def find_faults(checkpoint: Path, part: int = 0, num_parts: int = 1, check_hashes: bool = True) -> list[str]:
     """What is wrong with a checkpoint's files, one line each; empty when it is good.
 
@@ -137,19 +123,35 @@ def find_faults(checkpoint: Path, part: int = 0, num_parts: int = 1, check_hashe
         check_hashes: also read every byte; otherwise only sizes are compared.
     """
     try:
-        files = _read_json(checkpoint / MANIFEST)["files"]
-    except (RunError, KeyError, TypeError) as error:
-        return [f"{checkpoint / MANIFEST}: {error}"]
+        files = _read_manifest(checkpoint)
+    except RunError as error:
+        return [str(error)]
     faults = []
     for name in sorted(files)[part::num_parts]:
         path, expected = checkpoint / name, files[name]
-        if not path.is_file():
-            faults.append(f"{path}: is missing")
-        elif path.stat().st_size != expected["bytes"]:
-            faults.append(f"{path}: has {path.stat().st_size} bytes, expected {expected['bytes']}")
-        elif check_hashes and file_entry(path) != expected:
-            faults.append(f"{path}: its content does not match its hash; the file is damaged")
+        try:
+            if not path.is_file():
+                faults.append(f"{path}: is missing")
+            elif path.stat().st_size != expected["bytes"]:
+                faults.append(f"{path}: has {path.stat().st_size} bytes, expected {expected['bytes']}")
+            elif check_hashes and file_entry(path) != expected:
+                faults.append(f"{path}: its content does not match its hash; the file is damaged")
+        except OSError as error:
+            faults.append(f"{path}: cannot be read: {error}")
     return faults
+
+
+def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """File name -> size and hash. Raises RunError when it is unreadable or lists no checkpoint's files."""
+    path = checkpoint / MANIFEST
+    content = _read_json(path)
+    files = content.get("files") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not {STATE, CONFIG, rank_file(0)} <= files.keys():
+        raise RunError(f"{path}: does not list the files of a checkpoint")
+    for name, entry in files.items():
+        if not isinstance(entry, dict) or not {"bytes", "xxh3_128"} <= entry.keys():
+            raise RunError(f"{path}: the entry of {name} has no size and hash")
+    return files
 
 
 def read_state(checkpoint: Path) -> TrainingState:
@@ -166,7 +168,7 @@ def read_state(checkpoint: Path) -> TrainingState:
 
 def write_state(checkpoint: Path, state: TrainingState) -> None:
     """Writes state.json and forces it to the disk."""
-    write_json(checkpoint / STATE, asdict(state))
+    write_atomically(checkpoint / STATE, json.dumps(asdict(state), indent=1))
 
 
 def read_config(checkpoint: Path) -> Config:

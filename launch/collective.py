@@ -1,4 +1,4 @@
-"""Small agreements between ranks: run something once for all, and share values."""
+"""Small agreements between ranks: run something once for all or on each, and fail together."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from launch.errors import SharedError
 
 Result = TypeVar("Result")
 
+# What a user's files, disks and configuration can cause. Anything else is our own fault and keeps its traceback.
+EXPECTED_ERRORS = (ValueError, RuntimeError, OSError)
+_LOST_CONTACT = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "timed out")
+
 
 def on_main_rank(function: Callable[[], Result]) -> Result:
     """Runs `function` on rank 0 and returns its (picklable) result on every rank. Collective.
 
     Raises:
-        SharedError: on every rank, with the message of the ValueError, RuntimeError or OSError raised on rank 0.
+        SharedError: on every rank, with the message of what `function` raised.
     """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome = [function(), None]
-        except (ValueError, RuntimeError, OSError) as error:
+        except EXPECTED_ERRORS as error:
             outcome = [None, str(error)]
     dist.broadcast_object_list(outcome, src=0)
     result, problem = outcome
@@ -31,8 +35,44 @@ def on_main_rank(function: Callable[[], Result]) -> Result:
     return result
 
 
+def on_all_ranks(function: Callable[[], Result]) -> Result:
+    """Runs `function`, which must not be collective, on every rank, and returns this rank's result. Collective.
+
+    Raises:
+        SharedError: on every rank when it failed on any, with all different messages and their ranks.
+    """
+    result: Any = None
+    problem = None
+    try:
+        result = function()
+    except EXPECTED_ERRORS as error:
+        problem = str(error)
+    problems = share(problem)
+    if any(problems):
+        raise SharedError(_merge(problems))
+    return result
+
+
 def share(value: Any) -> list[Any]:
     """Every rank's (small, picklable) value, in rank order. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def is_lost_contact(error: RuntimeError) -> bool:
+    """Whether a collective failed since another rank is gone or silent."""
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST_CONTACT)
+
+
+def _merge(problems: list[str | None]) -> str:
+    """One text: a message alone when all ranks have the same one, else each with its ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            ranks.setdefault(problem, []).append(rank)
+    if len(ranks) == 1 and None not in problems:
+        return next(iter(ranks))
+    return "\n".join(
+        f"rank {', '.join(map(str, where))}: {line}" for text, where in ranks.items() for line in text.splitlines()
+    )

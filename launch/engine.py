@@ -48,7 +48,7 @@ class StepReport:
 
     Attributes:
         loss: cross-entropy in nats per target token, over the whole global batch.
-        z_loss: mean squared logsumexp of the logits, unweighted (0 when it is off).
+        z_loss: mean squared logsumexp of the logits, unweighted, also when it is not part of the objective.
         num_targets: target tokens of the global batch.
         grad_norm: global gradient norm before clipping; group_grad_norms: the same for every parameter group.
         step_applied: whether the optimizer changed the weights.

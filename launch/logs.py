@@ -17,6 +17,13 @@ class _ScreenHandler(logging.Handler):
         sys.stdout.flush()
 
 
+class _FileHandler(logging.FileHandler):
+    """Says nothing when the disk is full: the same message is on the screen."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 def start_screen_log(is_main: bool) -> None:
     """Shows messages on rank 0's screen; other ranks are silent."""
     root = logging.getLogger("launch")
@@ -30,6 +37,6 @@ def start_screen_log(is_main: bool) -> None:
 
 def start_file_log(path: Path) -> None:
     """Also appends messages, with their time, to a file that is made at the first one."""
-    handler = logging.FileHandler(path, encoding="utf-8", delay=True)
+    handler = _FileHandler(path, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("launch").addHandler(handler)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
 import logging
 import os
@@ -11,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from configs.load import to_yaml
 from configs.schema import Config
 from launch.engine import StepReport
+from launch.files import write_atomically
 from launch.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -29,6 +33,7 @@ MIN_STRAGGLER_SECONDS = 0.01
 
 def step_record(
     step: int,
+    tokens: int,
     report: StepReport,
     rates: dict[str, float],
     step_seconds: float,
@@ -41,6 +46,7 @@ def step_record(
 
     Args:
         step: finished optimizer steps, this one included.
+        tokens: tokens that those steps used.
         rates: what the optimizer used, by group.
         batch_tokens: tokens of one global batch.
         flops_per_second_peak: of one device; None gives `mfu: null`.
@@ -49,7 +55,7 @@ def step_record(
     peak = flops_per_second_peak
     return {
         "step": step,
-        "tokens": step * batch_tokens,
+        "tokens": tokens,
         "loss": report.loss,
         "lr": rates["decay"],
         "lr_qk": rates["query_key"],
@@ -112,24 +118,26 @@ class StragglerWatch:
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Rewrites metrics.jsonl without the steps beyond `step` (and without a line that a kill cut off)."""
+    """Rewrites metrics.jsonl without the steps beyond `step`, and without lines that are no records."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if record["step"] <= step:
-            kept.append(line + "\n")
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+    kept = [line for line in lines if (found := _step_of(line)) is not None and found <= step]
+    write_atomically(path, "".join(line + "\n" for line in kept))
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        step = json.loads(line)["step"]
+    except (json.JSONDecodeError, TypeError, KeyError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 class Recorder:
-    """Writes the records of a run; on ranks other than 0 it does nothing.
+    """Writes the records of a run, once opened (on rank 0); elsewhere it does nothing.
+
+    A disk that refuses them is reported once; training goes on without its records until there is room again.
 
     Args:
         start_step: finished steps at this start; later records of an earlier start are dropped, so that metrics.jsonl
@@ -137,25 +145,29 @@ class Recorder:
         last_step: where the progress bar ends.
     """
 
-    def __init__(self, folder: RunFolder, config: Config, start_step: int, last_step: int, active: bool) -> None:
-        self._active = active
-        self._last_step = last_step
+    def __init__(self, folder: RunFolder, config: Config, start_step: int, last_step: int) -> None:
+        self._folder = folder
+        self._config = config
         self._start_step = start_step
-        if not active:
-            return
-        drop_records_after(folder.metrics, start_step)
-        self._stream = folder.metrics.open("a", encoding="utf-8", buffering=1)
-        self._writer = SummaryWriter(str(folder.tensorboard), purge_step=start_step + 1)
-        if start_step == 0:
-            text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-            self._writer.add_text("configuration", f"```yaml\n{text}```", 0)
-        self._start_time = self._line_time = time.monotonic()
+        self._last_step = last_step
+        self._stream: io.FileIO | None = None
+        self._writer: SummaryWriter | None = None
+        self._bar: tqdm[Any] | None = None
         self._stragglers = StragglerWatch()
         self._validation = ""
-        self._bar: tqdm[Any] | None = None
+        self._start_time = self._line_time = time.monotonic()
+        self._has_failed = False
+
+    def open(self) -> None:
+        """Opens the files. Raises OSError."""
+        drop_records_after(self._folder.metrics, self._start_step)
+        self._stream = io.FileIO(self._folder.metrics, "a")
+        self._writer = SummaryWriter(str(self._folder.tensorboard), purge_step=self._start_step + 1)
+        if self._start_step == 0:
+            self._writer.add_text("configuration", f"```yaml\n{to_yaml(self._config)}```", 0)
         if sys.stdout.isatty():
             self._bar = tqdm(
-                total=last_step, initial=start_step, unit="step", dynamic_ncols=True, file=sys.stdout, leave=True
+                total=self._last_step, initial=self._start_step, unit="step", dynamic_ncols=True, file=sys.stdout
             )
 
     def write(self, record: dict[str, Any], forward_seconds: Sequence[float]) -> None:
@@ -165,53 +177,57 @@ class Recorder:
             record: see `step_record`; `val_loss` keys may be among its values.
             forward_seconds: of every rank.
         """
-        if not self._active:
+        if self._stream is None:
             return
         self._stragglers.look(record["step"], forward_seconds)
-        self._stream.write(json.dumps(record) + "\n")
-        self._write_scalars(record)
+        try:
+            _append_line(self._stream, json.dumps(record))
+        except OSError as error:
+            self._report_once(f"{self._folder.metrics}: step {record['step']} could not be recorded: {error}")
+        self._write_scalars(record["step"], _scalars(record))
         self._show(record)
 
+    def sync(self) -> None:
+        """Forces what was recorded to the disk, so that no checkpoint is ahead of its curve."""
+        if self._stream is None:
+            return
+        try:
+            os.fsync(self._stream.fileno())
+            if self._writer is not None:
+                self._writer.flush()
+        except OSError as error:
+            self._report_once(f"{self._folder.path}: the records could not be written: {error}")
+
     def close(self) -> None:
-        """Closes all files."""
-        if not self._active:
+        """Closes all files; it never raises, since it runs when something else has failed."""
+        if self._stream is None:
             return
         if self._bar is not None:
             self._bar.close()
         self._stream.close()
-        self._writer.close()
+        if self._writer is not None:
+            with contextlib.suppress(OSError):
+                self._writer.close()
 
     def note_checkpoint(self, step: int, seconds: float) -> None:
         """Records how long training stood still for a checkpoint."""
-        if self._active:
-            self._writer.add_scalar("time/checkpoint_seconds", seconds, step)
+        self._write_scalars(step, {"time/checkpoint_seconds": seconds})
 
-    def _write_scalars(self, record: dict[str, Any]) -> None:
-        step = record["step"]
-        scalars = {
-            "loss/train": record["loss"],
-            "learning_rate/base": record["lr"],
-            "learning_rate/query_key": record["lr_qk"],
-            "gradient_norm/all": record["grad_norm"],
-            **{f"gradient_norm/{name}": norm for name, norm in record["grad_norms"].items()},
-            "throughput/tokens_per_second": record["tokens_per_second"],
-            "time/step_seconds": record["step_seconds"],
-            "time/data_seconds": record["data_seconds"],
-            "time/forward_seconds_slowest_rank": record["forward_seconds"]["max"],
-            "time/forward_seconds_fastest_rank": record["forward_seconds"]["min"],
-            "memory/gigabytes": record["memory_bytes"] / 1e9,
-        }
-        if record["z_loss"]:
-            scalars["loss/z"] = record["z_loss"]
-        if record["mfu"] is not None:
-            scalars["throughput/mfu"] = record["mfu"]
-        for key, value in record.items():
-            if key == "val_loss":
-                scalars["loss/validation"] = value
-            elif key.startswith("val_loss/"):
-                scalars[f"loss/validation_{key.removeprefix('val_loss/')}"] = value
-        for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, step)
+    def _write_scalars(self, step: int, scalars: dict[str, float]) -> None:
+        if self._writer is None:
+            return
+        try:
+            for tag, value in scalars.items():
+                self._writer.add_scalar(tag, value, step)
+        except OSError as error:
+            # The writer's thread is dead after a failure; a later start of the run makes a new one.
+            self._writer = None
+            self._report_once(f"{self._folder.tensorboard}: step {step} could not be recorded: {error}")
+
+    def _report_once(self, message: str) -> None:
+        if not self._has_failed:
+            log.error("%s; training goes on", message)
+        self._has_failed = True
 
     def _show(self, record: dict[str, Any]) -> None:
         step = record["step"]
@@ -242,3 +258,39 @@ class Recorder:
             speed,
             tqdm.format_interval(remaining),
         )
+
+
+def _append_line(stream: io.FileIO, line: str) -> None:
+    """Appends a whole line, or leaves the file as it was and raises OSError."""
+    data = (line + "\n").encode()
+    size = os.fstat(stream.fileno()).st_size
+    written = stream.write(data)
+    if written != len(data):
+        stream.truncate(size)
+        raise OSError(errno.ENOSPC, "only a part of the record fits")
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, float]:
+    """TensorBoard tag -> value."""
+    scalars = {
+        "loss/train": record["loss"],
+        "loss/z": record["z_loss"],
+        "learning_rate/base": record["lr"],
+        "learning_rate/query_key": record["lr_qk"],
+        "gradient_norm/all": record["grad_norm"],
+        **{f"gradient_norm/{name}": norm for name, norm in record["grad_norms"].items()},
+        "throughput/tokens_per_second": record["tokens_per_second"],
+        "time/step_seconds": record["step_seconds"],
+        "time/data_seconds": record["data_seconds"],
+        "time/forward_seconds_slowest_rank": record["forward_seconds"]["max"],
+        "time/forward_seconds_fastest_rank": record["forward_seconds"]["min"],
+        "memory/gigabytes": record["memory_bytes"] / 1e9,
+    }
+    if record["mfu"] is not None:
+        scalars["throughput/mfu"] = record["mfu"]
+    for key, value in record.items():
+        if key == "val_loss":
+            scalars["loss/validation"] = value
+        elif key.startswith("val_loss/"):
+            scalars[f"loss/validation_{key.removeprefix('val_loss/')}"] = value
+    return scalars

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
+import os
+import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.load import differences, read_yaml, write_yaml
+from configs.errors import ConfigError
+from configs.load import differences, read_yaml, to_yaml
 from configs.schema import Config
-from launch.checkpoint_files import list_checkpoints, write_json
+from launch.checkpoint_files import CONFIG, list_checkpoints
 from launch.errors import RunError
+from launch.files import write_atomically
 
 # A resumed run must have the same model and the same order of the same data; all else may change, and the configuration
 # wins. A source may move to another path: its content is compared with the checkpoint's fingerprint.
 _FIXED_KEYS = ("model.", "run.seed", "data.seq_len", "data.sources")
 _UNIMPORTANT_KEYS = ("run.resume", "run.name", "run.dir")
-_LOG_NAMES = frozenset({"log.txt"})
+_OWN_NAMES = frozenset(
+    {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "profile", "DONE", "lock", "log.txt"}
+)
 
 
 @dataclass(frozen=True)
@@ -54,37 +64,103 @@ class RunFolder:
     def done(self) -> Path:
         return self.path / "DONE"
 
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
     def log(self, rank: int) -> Path:
         return self.path / ("log.txt" if rank == 0 else f"rank_{rank}.log")
 
 
-def open_run_folder(folder: RunFolder, config: Config) -> list[str]:
-    """Makes the folder or checks that this configuration may go on in it. For rank 0.
+class FolderLock:
+    """Keeps a second run out of a folder for as long as the process holds it. For rank 0."""
 
-    Returns:
-        One line for every key whose value changed since the run was last started.
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Makes the folder if need be and locks it.
+
+        Raises:
+            RunError: the folder cannot be made, is not a run's, or another process is training in it.
+        """
+        path = self._folder.path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            stray = sorted(entry.name for entry in path.iterdir() if not _is_own(entry.name))
+        except OSError as error:
+            raise RunError(f"run.dir: the run's folder {path} cannot be made: {error}") from None
+        if stray and not self._folder.config.exists():
+            raise RunError(f"{path}: is not a run's folder, it holds {stray[0]}; choose another run.name or run.dir")
+        descriptor = os.open(self._folder.lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(descriptor, 200).decode(errors="replace").strip()
+            os.close(descriptor)
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise RunError(f"{path}: another run is training in it ({holder}); choose another run.name") from None
+            return  # a file system without locks
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode())
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Lets other runs in."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+@contextlib.contextmanager
+def released_at_end(lock: FolderLock) -> Iterator[None]:
+    """Releases the lock after a block."""
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_folder(folder: RunFolder, config: Config) -> None:
+    """Whether this configuration may start or go on in a folder; changes nothing. For rank 0.
 
     Raises:
-        RunError: the folder cannot be written, holds something else, a run with another model or data, or any run
-            while `run.resume` is `never`.
+        RunError: the folder holds a run with another model or data, or any run while `run.resume` is `never`.
     """
-    try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f"run.dir: the run's folder {folder.path} cannot be made: {error}") from None
-    changed: list[tuple[str, Any, Any]] = []
-    if folder.config.exists():
-        old = read_yaml(folder.config)
-        _refuse_other_run(folder, config, old)
-        changed = list(differences(old, config.model_dump(mode="json")))
-    elif stray := sorted(path.name for path in folder.path.iterdir() if path.name not in _LOG_NAMES):
-        raise RunError(f"{folder.path}: is not a run's folder, it holds {stray[0]}; choose another run.name or run.dir")
-    write_yaml(config, folder.config)
-    return [f"{key}: {old} -> {new}" for key, old, new in changed if key not in _UNIMPORTANT_KEYS]
+    has_checkpoints = bool(list_checkpoints(folder.checkpoints))
+    if config.run.resume == "never" and (has_checkpoints or folder.metrics.exists()):
+        raise RunError(
+            f"run.resume=never, but {folder.path} already holds a run; choose another run.name, "
+            "move the folder away, or set run.resume=auto to go on"
+        )
+    fixed = fixed_differences(previous_configuration(folder), config.model_dump(mode="json"))
+    if fixed and has_checkpoints:
+        raise RunError(
+            f"{folder.path} holds a run with another model or data: {'; '.join(fixed)}. "
+            "Choose another run.name, or set run.init_from there to start from its weights"
+        )
+
+
+def previous_configuration(folder: RunFolder) -> dict[str, Any]:
+    """The configuration of the folder's last start as a plain tree; empty when there was none.
+
+    Where the folder's own file is gone or damaged, the newest checkpoint's is taken.
+    """
+    for path in (folder.config, *(path / CONFIG for _, path in reversed(list_checkpoints(folder.checkpoints)))):
+        try:
+            tree = read_yaml(path)
+        except ConfigError:
+            continue
+        if tree:
+            return tree
+    return {}
 
 
 def fixed_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What makes `new` another run than `old`, both plain trees of a configuration: a text for each key."""
+    if not old:
+        return []
     old, new = _without_source_paths(old), _without_source_paths(new)
     return [
         f"{key} was {before} and is now {after}"
@@ -93,23 +169,17 @@ def fixed_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def _without_source_paths(tree: dict[str, Any]) -> dict[str, Any]:
-    sources = [{"weight": source.get("weight")} for source in tree.get("data", {}).get("sources", [])]
-    return {**tree, "data": {**tree.get("data", {}), "sources": sources}}
+def begin_run(folder: RunFolder, config: Config) -> list[str]:
+    """Writes the configuration and removes an old completion marker. For rank 0, once the start cannot fail any more.
 
-
-def _refuse_other_run(folder: RunFolder, config: Config, old: dict[str, Any]) -> None:
-    if config.run.resume == "never" and folder.metrics.exists():
-        raise RunError(
-            f"run.resume=never, but {folder.path} already holds a run; choose another run.name, "
-            "move the folder away, or set run.resume=auto to go on"
-        )
-    fixed = fixed_differences(old, config.model_dump(mode="json"))
-    if fixed and list_checkpoints(folder.checkpoints):
-        raise RunError(
-            f"{folder.path} holds a run with another model or data: {'; '.join(fixed)}. "
-            "Choose another run.name, or set run.init_from there to start from its weights"
-        )
+    Returns:
+        One line for every key whose value changed since the run was last started.
+    """
+    old, new = previous_configuration(folder), config.model_dump(mode="json")
+    write_atomically(folder.config, to_yaml(config))
+    folder.done.unlink(missing_ok=True)
+    changes = differences(old, new) if old else ()
+    return [f"{key}: {before} -> {after}" for key, before, after in changes if key not in _UNIMPORTANT_KEYS]
 
 
 def finished_step(folder: RunFolder) -> int | None:
@@ -122,4 +192,14 @@ def finished_step(folder: RunFolder) -> int | None:
 
 def mark_done(folder: RunFolder, step: int, loss: float) -> None:
     """Writes the completion marker. For rank 0, after the last checkpoint."""
-    write_json(folder.done, {"step": step, "loss": loss})
+    write_atomically(folder.done, json.dumps({"step": step, "loss": loss}))
+
+
+def _is_own(name: str) -> bool:
+    return name in _OWN_NAMES or (name.startswith("rank_") and name.endswith(".log")) or name.startswith(".")
+
+
+def _without_source_paths(tree: dict[str, Any]) -> dict[str, Any]:
+    data = tree.get("data") or {}
+    sources = [{"weight": source.get("weight")} for source in data.get("sources", [])]
+    return {**tree, "data": {**data, "sources": sources}}

@@ -1,49 +1,85 @@
-"""What happens once before the steps: the run's folder, and what is said about the run."""
+"""What happens once before the steps: where the run starts from, and what is said about it."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from data.loader import BatchGeometry
 
 from configs.schema import Config
+from data.loader import BatchGeometry
+from launch.checkpoint import choose_checkpoint, clean_leftovers, restore, set_newer_aside
+from launch.checkpoint_files import TrainingState, find_checkpoint, find_faults, read_config, read_state
 from launch.collective import on_main_rank
-from launch.logs import start_file_log
-from launch.run_folder import RunFolder, finished_step, open_run_folder
+from launch.engine import Engine
+from launch.errors import RunError
+from launch.run_folder import RunFolder, begin_run, finished_step, fixed_differences
 from launch.topology import Topology
 from launch.training_data import TrainingData, describe_data
 
 log = logging.getLogger(__name__)
 
 
-def prepare_folder(folder: RunFolder, config: Config, topology: Topology) -> None:
-    """Makes or checks the run's folder and starts the log files. Collective.
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts from.
+
+    Attributes:
+        checkpoint: to go on from, or to take the weights of; None: initial weights.
+        state: of the checkpoint to go on from; None at step 0.
+    """
+
+    checkpoint: Path | None = None
+    state: TrainingState | None = None
+
+    @property
+    def step(self) -> int:
+        """Finished steps."""
+        return self.state.step if self.state else 0
+
+
+def last_step(config: Config) -> int:
+    """The step after which this start ends."""
+    return config.train.stop_step or config.train.steps
+
+
+def choose_start(config: Config, folder: RunFolder, data: TrainingData, topology: Topology) -> Start:
+    """Finds and checks what `run.resume` and `run.init_from` ask for; changes nothing. Collective.
 
     Raises:
-        SharedError: the folder cannot be used; see `open_run_folder`.
+        SharedError: a checkpoint that was asked for cannot be used.
     """
-    changes = on_main_rank(lambda: open_run_folder(folder, config))
-    start_file_log(folder.log(topology.rank))
-    for change in changes:
-        log.info("configuration changed since the last start: %s", change)
+    chosen = choose_checkpoint(config.run.resume, folder.checkpoints, topology.rank, topology.world_size)
+    if chosen is not None:
+        return on_main_rank(lambda: _checked_resume(chosen, config, data))
+    if config.run.init_from is not None:
+        path = Path(config.run.init_from)
+        return on_main_rank(lambda: _checked_weights(path, data))
+    return Start()
 
 
 def is_finished(folder: RunFolder, config: Config) -> bool:
-    """Whether the run has already reached its last step; a marker of a shorter run is removed. Collective."""
-    last_step = config.train.stop_step or config.train.steps
-
-    def look() -> bool:
-        finished = finished_step(folder)
-        if finished is not None and finished >= last_step:
-            return True
-        folder.done.unlink(missing_ok=True)
+    """Whether the run has already reached its last step and is not sent back by `run.resume`. Collective."""
+    finished = on_main_rank(lambda: finished_step(folder))
+    if config.run.resume != "auto" or finished is None or finished < last_step(config):
         return False
+    log.info("%s is finished (step %d); nothing to do", folder.path, finished)
+    return True
 
-    finished = on_main_rank(look)
-    if finished:
-        log.info("%s is finished (step %d); nothing to do", folder.path, last_step)
-    return finished
+
+def load_start(engine: Engine, start: Start, folder: RunFolder, config: Config) -> None:
+    """Loads the weights (and all else when going on), and makes the folder this run's. Collective."""
+    if start.checkpoint is not None:
+        restore(engine, start.checkpoint, weights_only=start.state is None)
+    changes = on_main_rank(lambda: _take_over(folder, config, start.step))
+    for change in changes:
+        log.info("configuration changed since the last start: %s", change)
+    if start.state is not None:
+        log.info("going on from %s at step %d", start.checkpoint, start.step)
+    elif start.checkpoint is not None:
+        log.info("starting from the weights of %s", start.checkpoint)
 
 
 def announce(
@@ -73,3 +109,48 @@ def describe_batch(config: Config, geometry: BatchGeometry) -> str:
         f"{config.data.seq_len} = {geometry.world_size} ranks x {geometry.micro_batch_size} sequences x "
         f"{geometry.accumulation} accumulation steps" + (f", {empty} of them empty" if empty else "")
     )
+
+
+def _checked_resume(checkpoint: Path, config: Config, data: TrainingData) -> Start:
+    state = read_state(checkpoint)
+    _check_tokenizer(checkpoint, state, data)
+    problems = fixed_differences(read_config(checkpoint).model_dump(mode="json"), config.model_dump(mode="json"))
+    for index, (source, saved) in enumerate(zip(data.sources, state.data_fingerprints, strict=False)):
+        if saved != data.fingerprints[index]:
+            problems.append(f"data.sources.{index}: {source.path} holds other data than the run was trained on")
+    if problems:
+        raise RunError(
+            f"{checkpoint} is of another model or data: {'; '.join(problems)}. "
+            "To start a new run from its weights, set run.init_from instead"
+        )
+    if state.step > last_step(config):
+        raise RunError(
+            f"{checkpoint} is at step {state.step}, beyond the last step {last_step(config)} "
+            "(train.steps, train.stop_step)"
+        )
+    return Start(checkpoint, state)
+
+
+def _checked_weights(path: Path, data: TrainingData) -> Start:
+    checkpoint = find_checkpoint(path)
+    faults = find_faults(checkpoint)
+    if faults:
+        raise RunError(f"run.init_from: {checkpoint} is damaged: {'; '.join(faults)}")
+    _check_tokenizer(checkpoint, read_state(checkpoint), data)
+    return Start(checkpoint)
+
+
+def _check_tokenizer(checkpoint: Path, state: TrainingState, data: TrainingData) -> None:
+    """Token ids must mean the same in the data as in the checkpoint."""
+    saved, wanted = state.tokenizer_sha256, data.tokenizer_sha256
+    if saved is not None and wanted is not None and saved != wanted:
+        raise RunError(
+            f"data.sources: the shards were made with another tokenizer ({wanted[:12]}…) than the data of "
+            f"{checkpoint} ({saved[:12]}…); prepare them with --tokenizer {checkpoint / (state.tokenizer_file or '')}"
+        )
+
+
+def _take_over(folder: RunFolder, config: Config, step: int) -> list[str]:
+    clean_leftovers(folder.checkpoints)
+    set_newer_aside(folder.checkpoints, step)
+    return begin_run(folder, config)

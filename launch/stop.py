@@ -7,6 +7,8 @@ import signal
 import time
 from types import FrameType
 
+import psutil
+
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -16,11 +18,11 @@ class StopRequest:
     """Whether this rank was asked to stop.
 
     Args:
-        max_seconds: ask by itself after this time; None: never.
+        max_seconds: ask by itself when the process is this old; None: never.
     """
 
     def __init__(self, max_seconds: float | None) -> None:
-        self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
+        self._deadline = None if max_seconds is None else psutil.Process().create_time() + max_seconds
         self._signalled = False
 
     def listen(self) -> None:
@@ -33,8 +35,9 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @property
     def is_set(self) -> bool:
-        return self._signalled or (self._deadline is not None and time.monotonic() > self._deadline)
+        return self._signalled or (self._deadline is not None and time.time() > self._deadline)

@@ -58,13 +58,15 @@ def detect_topology(environ: Mapping[str, str], local_rank_argument: int | None 
         argument_differs = local_rank_argument not in (None, -1, topology.local_rank)
         if argument_differs and "LOCAL_RANK" in environ:
             raise RunError(f"--local_rank={local_rank_argument} contradicts LOCAL_RANK={topology.local_rank}")
-    elif int(environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in environ:
+    elif _integer(environ, "SLURM_STEP_NUM_TASKS", default=1) > 1:  # only srun sets it, not a batch script or salloc
         topology = Topology(
             launcher="slurm",
             rank=_integer(environ, "SLURM_PROCID"),
-            world_size=_integer(environ, "SLURM_NTASKS"),
+            world_size=_integer(environ, "SLURM_STEP_NUM_TASKS"),
             local_rank=_integer(environ, "SLURM_LOCALID"),
-            local_world_size=max(1, _integer(environ, "SLURM_NTASKS") // _integer(environ, "SLURM_NNODES", default=1)),
+            local_world_size=max(
+                1, _integer(environ, "SLURM_STEP_NUM_TASKS") // _integer(environ, "SLURM_STEP_NUM_NODES", default=1)
+            ),
             master_addr=_text(environ, "MASTER_ADDR"),
             master_port=_integer(environ, "MASTER_PORT"),
         )
@@ -92,7 +94,7 @@ def threads_per_rank(environ: Mapping[str, str], local_world_size: int) -> int |
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
-        raise RunError(f"{name} is not set; the launcher's variables are incomplete")
+        raise RunError(f"{name} is not set; launchers set it, and under srun export it (with rank 0's host) yourself")
     return environ[name]
 
 

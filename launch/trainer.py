@@ -6,27 +6,11 @@ import logging
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from configs.schema import Config
 from data.loader import BatchGeometry
-from launch.checkpoint import (
-    choose_checkpoint,
-    clean_leftovers,
-    optimizer_scalars,
-    optimizer_tensor_kinds,
-    prune_checkpoints,
-    restore,
-    save_checkpoint,
-)
-from launch.checkpoint_files import (
-    TrainingState,
-    find_checkpoint,
-    find_faults,
-    list_checkpoints,
-    read_config,
-    read_state,
-)
+from launch.checkpoint import optimizer_scalars, optimizer_tensor_kinds, prune_checkpoints, save_checkpoint
+from launch.checkpoint_files import TrainingState, list_checkpoints
 from launch.collective import on_main_rank
 from launch.engine import Engine, PendingReport, StepReport
 from launch.errors import EXIT_DONE, EXIT_STOPPED, RunError, SharedError
@@ -34,10 +18,11 @@ from launch.hardware import device_peak_flops
 from launch.metrics import Recorder, step_record
 from launch.optimizer import group_rates
 from launch.profiler import StepProfiler
-from launch.run_folder import RunFolder, fixed_differences, mark_done
+from launch.run_folder import RunFolder, mark_done
+from launch.start import last_step
 from launch.stop import StopRequest
 from launch.timing import Interval
-from launch.training_data import TrainingData, fingerprint, fixed_batches, sequence_length, training_batches
+from launch.training_data import TrainingData, fixed_batches, sequence_length, training_batches
 from model.flops import flops_per_token
 
 log = logging.getLogger(__name__)
@@ -48,6 +33,7 @@ class _PendingStep:
     """A step whose report has not been read yet."""
 
     step: int
+    tokens: int
     rates: dict[str, float]
     interval: Interval
     report: PendingReport
@@ -59,54 +45,30 @@ class Trainer:
     Args:
         config: resolved, with the vocabulary size.
         geometry: layout of a global batch.
+        state: of the checkpoint that was loaded; None at step 0.
     """
 
     def __init__(
-        self, config: Config, folder: RunFolder, data: TrainingData, geometry: BatchGeometry, engine: Engine
+        self,
+        config: Config,
+        folder: RunFolder,
+        data: TrainingData,
+        geometry: BatchGeometry,
+        engine: Engine,
+        state: TrainingState | None,
     ) -> None:
         self._config = config
         self._folder = folder
         self._data = data
         self._geometry = geometry
         self._engine = engine
-        self._is_main = engine.rank == 0
-        self._last_step = config.train.stop_step or config.train.steps
+        self._last_step = last_step(config)
         self._peak_flops = device_peak_flops(engine.device, config.train.precision)
         self._flops_per_token = flops_per_token(config.model, sequence_length(config))
-        self._first_step = 0
-        self._consumed_samples = 0
-        self._loss = math.nan
-        self._val_losses: dict[str, float] = {}
-
-    def restore(self) -> None:
-        """Goes on from a checkpoint, starts from another run's weights, or starts afresh. Collective.
-
-        Raises:
-            RunError: a checkpoint that was asked for cannot be used.
-        """
-        checkpoints = self._folder.checkpoints
-        if self._is_main:
-            clean_leftovers(checkpoints)
-        chosen = choose_checkpoint(self._config.run.resume, checkpoints, self._engine.rank, self._engine.world_size)
-        if chosen is not None:
-            on_main_rank(lambda: self._check_tokenizer(chosen))
-            on_main_rank(lambda: self._check_same_run(chosen))
-            state = restore(self._engine, chosen)
-            if state.step > self._last_step:
-                raise SharedError(
-                    f"{chosen} is at step {state.step}, beyond the last step {self._last_step} (train.steps, "
-                    "train.stop_step)"
-                )
-            self._first_step = state.step
-            self._consumed_samples = state.consumed_samples
-            self._loss, self._val_losses = state.loss, dict(state.val_losses)
-            log.info("going on from %s at step %d", chosen, state.step)
-        elif self._config.run.init_from is not None:
-            source = Path(self._config.run.init_from)
-            weights = on_main_rank(lambda: _sound_checkpoint(source, "run.init_from"))
-            on_main_rank(lambda: self._check_tokenizer(weights))
-            restore(self._engine, weights, weights_only=True)
-            log.info("starting from the weights of %s", weights)
+        self._first_step = state.step if state else 0
+        self._consumed_samples = state.consumed_samples if state else 0
+        self._loss = state.loss if state else math.nan
+        self._val_losses = dict(state.val_losses) if state else {}
 
     def fit(self) -> int:
         """Trains to the last step, or to a request to stop. Collective.
@@ -121,7 +83,8 @@ class Trainer:
         stop.listen()
         device = self._engine.device
         profiler = StepProfiler(self._config.train.profile, self._folder.profile, self._engine.rank, device)
-        recorder = Recorder(self._folder, self._config, self._first_step, self._last_step, self._is_main)
+        recorder = Recorder(self._folder, self._config, self._first_step, self._last_step)
+        on_main_rank(recorder.open)
         loader = training_batches(
             self._data,
             self._config,
@@ -148,7 +111,8 @@ class Trainer:
                 # Reading a report waits for its step, so each is read while the next one runs on the device.
                 if pending is not None:
                     stopping = self._finish(pending, recorder)
-                pending = _PendingStep(step + 1, rates, interval, report)
+                tokens = self._consumed_samples * sequence_length(self._config)
+                pending = _PendingStep(step + 1, tokens, rates, interval, report)
                 if stopping or self._is_due(step + 1):
                     stopping = self._finish(pending, recorder) or stopping
                     pending = None
@@ -166,8 +130,7 @@ class Trainer:
     def _finish_run(self, recorder: Recorder, saved_step: int | None) -> None:
         if saved_step != self._last_step:
             self._save(self._last_step, recorder, must_succeed=True)
-        if self._is_main:
-            mark_done(self._folder, self._last_step, self._loss)
+        on_main_rank(lambda: mark_done(self._folder, self._last_step, self._loss))
 
     def _is_due(self, step: int) -> bool:
         return step == self._last_step or self._checkpoint_is_due(step) or self._validation_is_due(step)
@@ -184,6 +147,7 @@ class Trainer:
         self._check_finite(report, pending.step)
         record = step_record(
             pending.step,
+            pending.tokens,
             report,
             pending.rates,
             step_seconds=pending.interval.seconds(),
@@ -223,6 +187,7 @@ class Trainer:
     def _save(self, step: int, recorder: Recorder, must_succeed: bool) -> int | None:
         """Saves a checkpoint; a failure that may be temporary is only reported. Returns the step if it was saved."""
         start = time.perf_counter()
+        recorder.sync()
         try:
             path = save_checkpoint(
                 self._folder.checkpoints, self._engine, self._config, self._state(step), self._data.tokenizer
@@ -235,8 +200,7 @@ class Trainer:
                 raise SharedError(message) from None
             log.error("%s; training goes on and tries again at the next one", message)
             return None
-        if self._is_main:
-            prune_checkpoints(self._folder.checkpoints, self._config.checkpoint)
+        on_main_rank(lambda: prune_checkpoints(self._folder.checkpoints, self._config.checkpoint))
         seconds = time.perf_counter() - start
         recorder.note_checkpoint(step, seconds)
         log.info("checkpoint %s (%.1f s)", path, seconds)
@@ -253,40 +217,9 @@ class Trainer:
             groups={group.value: names for group, names in self._engine.groups.items()},
             optimizer_tensors=optimizer_tensor_kinds(self._engine),
             optimizer_scalars=optimizer_scalars(self._engine),
-            data_fingerprints=[fingerprint(source) for source in self._data.sources],
+            data_fingerprints=list(self._data.fingerprints),
             tokenizer_sha256=self._data.tokenizer_sha256,
             tokenizer_file=None if tokenizer is None else f"tokenizer{tokenizer.suffix}",
             loss=self._loss,
             val_losses=self._val_losses,
         )
-
-    def _check_same_run(self, checkpoint: Path) -> None:
-        """Whether the checkpoint is of this model, data and order, as far as its text files tell. For rank 0."""
-        old = read_config(checkpoint).model_dump(mode="json")
-        problems = fixed_differences(old, self._config.model_dump(mode="json"))
-        saved = read_state(checkpoint).data_fingerprints
-        for index, source in enumerate(self._data.sources):
-            if index < len(saved) and saved[index] != fingerprint(source):
-                problems.append(f"data.sources.{index}: {source.path} holds other data than the run was trained on")
-        if problems:
-            raise RunError(
-                f"{checkpoint} is of another model or data: {'; '.join(problems)}. "
-                "To start a new run from its weights, set run.init_from instead"
-            )
-
-    def _check_tokenizer(self, checkpoint: Path) -> None:
-        """Whether token ids mean the same in the data as in the checkpoint. For rank 0."""
-        saved, wanted = read_state(checkpoint).tokenizer_sha256, self._data.tokenizer_sha256
-        if saved is not None and wanted is not None and saved != wanted:
-            raise RunError(
-                f"data.sources: the shards were made with another tokenizer ({wanted[:12]}…) than the data of "
-                f"{checkpoint} ({saved[:12]}…); prepare them with --tokenizer {checkpoint}/tokenizer.model"
-            )
-
-
-def _sound_checkpoint(path: Path, key: str) -> Path:
-    checkpoint = find_checkpoint(path)
-    faults = find_faults(checkpoint)
-    if faults:
-        raise RunError(f"{key}: {checkpoint} is damaged: {'; '.join(faults)}")
-    return checkpoint

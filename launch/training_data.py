@@ -12,10 +12,13 @@ import xxhash
 from configs.errors import ConfigError
 from configs.schema import Config
 from data.errors import DataError
-from data.indexed import idx_path
+from data.indexed import bin_path
 from data.loader import BatchGeometry, MicroBatch, StepLoader, derive_accumulation, validation_batches
 from data.order import SampleOrder
 from data.source import TokenSource
+
+_FINGERPRINT_PIECES = 64
+_FINGERPRINT_PIECE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class TrainingData:
         num_token_ids: ids that data may hold (the tokenizer's vocabulary, or the model's for foreign shards).
         tokenizer: path of the tokenizer's file; None for foreign shards without data.tokenizer.
         tokenizer_sha256: its hash, None likewise.
+        fingerprints: of the training sources, see `fingerprint`.
     """
 
     sources: list[TokenSource]
@@ -36,6 +40,7 @@ class TrainingData:
     num_token_ids: int
     tokenizer: Path | None
     tokenizer_sha256: str | None
+    fingerprints: tuple[str, ...]
 
 
 def open_data(config: Config) -> tuple[TrainingData, Config]:
@@ -60,7 +65,8 @@ def open_data(config: Config) -> tuple[TrainingData, Config]:
     vocab_size, num_token_ids = _vocabulary(config, opened)
     weights = [entry.weight for entry in config.data.sources]
     order = SampleOrder([source.num_windows(seq_len) for source in sources], weights, config.run.seed)
-    data = TrainingData(sources, val_sources, order, num_token_ids, tokenizer, sha256)
+    fingerprints = tuple(fingerprint(source) for source in sources)
+    data = TrainingData(sources, val_sources, order, num_token_ids, tokenizer, sha256, fingerprints)
     model = config.model.model_copy(update={"vocab_size": vocab_size})
     return data, config.model_copy(update={"model": model})
 
@@ -111,14 +117,24 @@ def fixed_batches(
 
 
 def fingerprint(source: TokenSource) -> str:
-    """Hash of what a source holds, wherever it lies: its manifest's file hashes, or its index files and sizes."""
+    """Hash of what a source holds, wherever it lies.
+
+    With a manifest, of the hashes in it. Foreign shards, which may hold terabytes, are hashed by their size and evenly
+    spaced samples of their tokens.
+    """
     digest = xxhash.xxh3_128()
     if source.manifest is not None:
         for file in source.manifest.files:
             digest.update(f"{file.name} {file.size_bytes} {file.xxh3}\n".encode())
-    else:
-        for shard in source.shards:
-            digest.update(idx_path(shard.prefix).read_bytes())
+        return digest.hexdigest()
+    for shard in source.shards:
+        path = bin_path(shard.prefix)
+        size = path.stat().st_size
+        digest.update(f"{size}\n".encode())
+        with path.open("rb") as stream:
+            for index in range(_FINGERPRINT_PIECES):
+                stream.seek(max(size - _FINGERPRINT_PIECE_BYTES, 0) * index // (_FINGERPRINT_PIECES - 1))
+                digest.update(stream.read(_FINGERPRINT_PIECE_BYTES))
     return digest.hexdigest()
 
 

@@ -60,7 +60,8 @@ def test_missing_truncated_and_short_shards_are_all_named(tiny_config: Path, tmp
         f"data.sources=[{{path: {cut}}}, {{path: {tmp_path}/nothing}}]",
         f"data.val_sources={{small: {short}}}",
     )
-    assert finished.code == 2
+    assert finished.code == 1
+    assert "error: 3 problems" in finished.errors
     assert "data.sources.0.path" in finished.errors
     assert "cut.bin" in finished.errors
     assert "data.sources.1.path" in finished.errors

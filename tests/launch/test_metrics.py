@@ -32,7 +32,7 @@ def report(**changes: object) -> StepReport:
 
 def record(step: int = 5, peak: float | None = None, **changes: object) -> dict[str, object]:
     rates = {"decay": 0.1, "query_key": 0.01}
-    return step_record(step, report(**changes), rates, 0.5, 1000, peak, flops_per_token=1e9, num_ranks=2)
+    return step_record(step, 5000, report(**changes), rates, 0.5, 1000, peak, flops_per_token=1e9, num_ranks=2)
 
 
 def test_utilisation_by_hand() -> None:

@@ -33,9 +33,9 @@ def test_torchrun_and_deepspeed_agree() -> None:
 def test_srun() -> None:
     environ = {
         "SLURM_PROCID": "5",
-        "SLURM_NTASKS": "8",
+        "SLURM_STEP_NUM_TASKS": "8",
         "SLURM_LOCALID": "1",
-        "SLURM_NNODES": "2",
+        "SLURM_STEP_NUM_NODES": "2",
         "MASTER_ADDR": "n1",
         "MASTER_PORT": "29500",
     }
@@ -43,6 +43,12 @@ def test_srun() -> None:
     assert (topology.rank, topology.world_size, topology.local_rank, topology.local_world_size) == (5, 8, 1, 4)
     with pytest.raises(RunError, match="MASTER_ADDR is not set"):
         detect_topology({key: value for key, value in environ.items() if key != "MASTER_ADDR"})
+
+
+def test_a_shell_in_a_slurm_allocation_is_one_rank() -> None:
+    shell = {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+    assert detect_topology(shell).world_size == 1
+    assert detect_topology({**shell, "SLURM_STEP_NUM_TASKS": "1"}).world_size == 1
 
 
 @pytest.mark.parametrize(
