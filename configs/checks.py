@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,22 @@ ALLOWED_OVERRIDES = (
     "wall_clock_breakdown",
     "zero_optimization",
 )
-UNSUPPORTED_ZERO_KEYS = ("offload_optimizer", "offload_param", "zero_hpz_partition_size", "mics_shard_size", "zenflow")
+# What this project has tried; the stage-3 keys in the spelling of DeepSpeed's documentation.
+ALLOWED_ZERO_KEYS = (
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "contiguous_gradients",
+    "ignore_unused_parameters",
+    "overlap_comm",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size",
+    "sub_group_size",
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +100,9 @@ def _model_problems(config: Config) -> Iterator[Problem]:
 
 def _batch_problems(config: Config) -> Iterator[Problem]:
     seq_len = config.data.seq_len or config.model.max_seq_len
+    vocab_size, eod_id = config.model.vocab_size, config.data.eod_id
+    if vocab_size is not None and eod_id is not None and eod_id >= vocab_size:
+        yield Problem(("data.eod_id", "model.vocab_size"), f"{eod_id} is beyond model.vocab_size={vocab_size}")
     if seq_len > config.model.max_seq_len:
         yield Problem(
             ("data.seq_len", "model.max_seq_len"),
@@ -118,6 +137,8 @@ def _step_problems(config: Config) -> Iterator[Problem]:
 
 
 def _run_problems(config: Config) -> Iterator[Problem]:
+    if config.run.name in (".", ".."):
+        yield Problem(("run.name",), f"{config.run.name!r} names no folder of its own")
     if config.run.init_from is not None and config.run.resume not in ("auto", "never"):
         yield Problem(
             ("run.init_from", "run.resume"),
@@ -137,14 +158,14 @@ def override_problems(overrides: dict[str, Any]) -> Iterator[Problem]:
     if not isinstance(zero, dict):
         yield Problem(("deepspeed.overrides.zero_optimization",), f"{zero!r} is not a mapping of keys")
         return
-    if "stage" in zero:
-        yield Problem(
-            ("deepspeed.overrides.zero_optimization.stage", "deepspeed.overrides"),
-            f"is generated; set {OWNED_BY_SCHEMA['zero_optimization.stage']} instead",
-        )
-    for key in UNSUPPORTED_ZERO_KEYS:
-        if key in zero:
-            yield Problem(
-                (f"deepspeed.overrides.zero_optimization.{key}", "deepspeed.overrides"),
-                "is not supported; ZeRO stages 1 to 3 without offload are",
-            )
+    for key in zero:
+        where = f"deepspeed.overrides.zero_optimization.{key}"
+        if key == "stage":
+            message = f"is generated; set {OWNED_BY_SCHEMA['zero_optimization.stage']} instead"
+        elif key in ALLOWED_ZERO_KEYS:
+            continue
+        else:
+            near = difflib.get_close_matches(key, ALLOWED_ZERO_KEYS, n=1)
+            message = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(ALLOWED_ZERO_KEYS)}"
+            message = f"is not supported; {message}"
+        yield Problem((where, "deepspeed.overrides"), message)

@@ -58,9 +58,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         except ConfigError as error:
             problems += error.problems
     name = Path(path).stem
-    run = tree.setdefault("run", {})
-    if isinstance(run, dict) and run.get("name") is None:
-        run["name"] = name
+    if tree.get("run") is None:
+        tree["run"] = {}
+    if isinstance(tree["run"], dict) and tree["run"].get("name") is None:
+        tree["run"]["name"] = name
+    # A section without any key (`optim:`) is one with all defaults.
+    tree = {key: value for key, value in tree.items() if value is not None or key not in Config.model_fields}
     config, more = _validate(tree)
     if problems or more or config is None:
         raise ConfigError([*problems, *more])
@@ -201,6 +204,10 @@ def _field_problem(error: Any) -> str:
     message = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     if error["type"] in ("model_type", "dict_type"):
         message = "a mapping of keys"
+    elif error["type"] == "string_type":
+        message = f"text, in quotes: '\"{error['input']}\"'"
+    elif error["type"] in ("tuple_type", "too_short", "too_long"):
+        message = message.replace("Tuple should have", "a list with").replace("a valid tuple", "a list")
     return f"{key}: {error['input']!r} is not allowed; expected {message}{_meaning(key)}"
 
 

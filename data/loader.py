@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import numpy as np
@@ -139,7 +140,7 @@ class StepLoader:
         first_sample: int,
         vocab_size: int,
         prefetch_steps: int = 2,
-        pin_memory: bool = False,
+        pin_for: torch.device | None = None,
     ) -> None:
         """Args:
         sources: in the order that `order` was made for.
@@ -150,7 +151,7 @@ class StepLoader:
         first_sample: samples consumed before; the first step starts there.
         vocab_size: ids the model has; any other id in the data is an error.
         prefetch_steps: steps read ahead, at least 1.
-        pin_memory: put batches into page-locked memory (needs CUDA).
+        pin_for: the GPU for which batches are put into page-locked memory; None: ordinary memory.
         """
         assert prefetch_steps >= 1 and first_sample >= 0 and len(sources) == len(order.counts)
         self._sources = sources
@@ -159,10 +160,12 @@ class StepLoader:
         self._slots = geometry.slots(rank)
         self._seq_len = seq_len
         self._vocab_size = vocab_size
-        self._pin_memory = pin_memory
+        self._pin_for = pin_for
         self._steps = self._read_steps(first_sample)
         self._pending: deque[Future[StepBatch]] = deque()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="StepLoader")
+        # A thread's current device is GPU 0 at first, and page-locking memory would make a context there.
+        initializer = None if pin_for is None else partial(torch.cuda.set_device, pin_for)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="StepLoader", initializer=initializer)
         for _ in range(prefetch_steps):
             self._submit()
 
@@ -183,10 +186,6 @@ class StepLoader:
             self.close()
             raise
         self._submit()
-        if self._pin_memory:
-            # Here and not in the thread, whose current device would be GPU 0 on every rank.
-            pinned = [batch.pin_memory() for batch in step.micro_batches]
-            step = StepBatch(pinned, step.first_sample, step.num_targets)
         return step
 
     def close(self) -> None:

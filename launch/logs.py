@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from pathlib import Path
 
 from tqdm import tqdm
@@ -24,8 +25,17 @@ class _FileHandler(logging.FileHandler):
         pass
 
 
+def _report_thread(failure: threading.ExceptHookArgs) -> None:
+    """One line instead of a traceback when a disk refuses what a background thread (TensorBoard's) writes."""
+    if isinstance(failure.exc_value, OSError):
+        logging.getLogger(__name__).warning("a background thread could not write: %s", failure.exc_value)
+    else:
+        threading.__excepthook__(failure)
+
+
 def start_screen_log(is_main: bool) -> None:
     """Shows messages on rank 0's screen; other ranks are silent."""
+    threading.excepthook = _report_thread
     root = logging.getLogger("launch")
     root.setLevel(logging.INFO if is_main else logging.WARNING)
     root.propagate = False

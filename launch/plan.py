@@ -14,6 +14,7 @@ from configs.schema import Config
 from launch.deepspeed_config import deepspeed_config
 from launch.optimizer import group_rates
 from launch.run_folder import RunFolder
+from launch.topology import detect_topology
 from model.cross_entropy import MAX_CHUNK_BYTES
 from model.flops import flops_per_token
 from model.gpt import GPT
@@ -30,7 +31,7 @@ def print_plan(config: Config) -> None:
     config, vocabulary_note = with_vocabulary(config)
     with torch.device("meta"):
         model = GPT(config.model)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = detect_topology(os.environ).world_size
     sections = (
         ("Configuration", [yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False).rstrip()]),
         ("Run", [f"folder: {RunFolder.of(config).path}", *vocabulary_note]),
@@ -55,10 +56,10 @@ def with_vocabulary(config: Config) -> tuple[Config, list[str]]:
 
     try:
         return open_data(config)[1], []
-    except ConfigError:
+    except ConfigError as error:
         model = config.model.model_copy(update={"vocab_size": ASSUMED_VOCAB_SIZE})
-        note = f"vocabulary: {ASSUMED_VOCAB_SIZE:,} assumed, since the data is not there yet"
-        return config.model_copy(update={"model": model}), [note]
+        notes = [f"vocabulary: {ASSUMED_VOCAB_SIZE:,} assumed, since the data cannot be read yet:", *error.problems]
+        return config.model_copy(update={"model": model}), notes
 
 
 def accumulation_steps(config: Config, world_size: int) -> int:

@@ -21,12 +21,16 @@ class StepProfiler:
     pytorch.org/memory_viz), on CPU `memory_rank_N.txt`, the operators that allocated most.
     """
 
-    def __init__(self, config: ProfileConfig | None, folder: Path, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, config: ProfileConfig | None, folder: Path, rank: int, device: torch.device, first_step: int
+    ) -> None:
         self._config = config
         self._folder = folder
         self._rank = rank
         self._device = device
         self._profiler: Any = None
+        if config is not None and config.start_step < first_step:
+            log.warning("train.profile: step %d is over; this start begins at step %d", config.start_step, first_step)
 
     def before_step(self, step: int) -> None:
         """Starts at the first profiled step (0-based)."""

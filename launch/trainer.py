@@ -82,7 +82,9 @@ class Trainer:
         stop = StopRequest(self._config.train.max_seconds)
         stop.listen()
         device = self._engine.device
-        profiler = StepProfiler(self._config.train.profile, self._folder.profile, self._engine.rank, device)
+        profiler = StepProfiler(
+            self._config.train.profile, self._folder.profile, self._engine.rank, device, self._first_step
+        )
         recorder = Recorder(self._folder, self._config, self._first_step, self._last_step)
         on_main_rank(recorder.open)
         loader = training_batches(
@@ -91,7 +93,7 @@ class Trainer:
             self._geometry,
             self._engine.rank,
             self._consumed_samples,
-            pin_memory=device.type == "cuda",
+            device,
         )
         pending: _PendingStep | None = None
         stopping = False

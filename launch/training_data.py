@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import xxhash
 
 from configs.errors import ConfigError
@@ -86,7 +87,7 @@ def batch_geometry(config: Config, world_size: int) -> BatchGeometry:
 
 
 def training_batches(
-    data: TrainingData, config: Config, geometry: BatchGeometry, rank: int, first_sample: int, pin_memory: bool
+    data: TrainingData, config: Config, geometry: BatchGeometry, rank: int, first_sample: int, device: torch.device
 ) -> StepLoader:
     """This rank's batches from sample `first_sample` on."""
     return StepLoader(
@@ -97,7 +98,7 @@ def training_batches(
         rank=rank,
         first_sample=first_sample,
         vocab_size=data.num_token_ids,
-        pin_memory=pin_memory,
+        pin_for=device if device.type == "cuda" else None,
     )
 
 

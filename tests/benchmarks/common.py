@@ -90,7 +90,7 @@ class EngineLoop:
         self._config = config
         geometry = batch_geometry(config, topology.world_size)
         self.engine = Engine(build_model(config, topology, device), config, topology, device, geometry.accumulation)
-        self._loader = training_batches(data, config, geometry, topology.rank, 0, pin_memory=device.type == "cuda")
+        self._loader = training_batches(data, config, geometry, topology.rank, 0, device)
         self._pending: PendingReport | None = None
         self._step = 0
         self.reports: list[StepReport] = []

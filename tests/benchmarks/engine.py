@@ -105,7 +105,7 @@ def measure_training(args: argparse.Namespace, folder: Path) -> None:
     device = start_distributed(topology, config)
     data, config = open_data(config)
     geometry = batch_geometry(config, topology.world_size)
-    with training_batches(data, config, geometry, rank=0, first_sample=0, pin_memory=False) as loader:
+    with training_batches(data, config, geometry, 0, 0, torch.device("cpu")) as loader:
         batches = [next(loader) for _ in range(args.rounds + 1)]
 
     engines = {

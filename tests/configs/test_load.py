@@ -13,7 +13,11 @@ from configs.load import differences, load_config, schema_keys, to_yaml
 from configs.schema import Config
 from configs.table import markdown
 
-MINIMAL = {"data": {"sources": [{"path": "shards"}]}, "train": {"steps": 10, "global_batch_tokens": 2048}}
+MINIMAL = {
+    "model": {"vocab_size": 300},
+    "data": {"sources": [{"path": "shards"}]},
+    "train": {"steps": 10, "global_batch_tokens": 2048},
+}
 
 
 @pytest.fixture
@@ -34,6 +38,11 @@ def test_derived_sizes_and_defaults(minimal: Path) -> None:
     assert (config.model.head_dim, config.model.num_kv_heads, config.model.ffn_dim) == (64, 2, 1408)
     assert config.data.seq_len == config.model.max_seq_len == 1024
     assert config.run.name == "minimal"
+
+
+def test_an_empty_section_has_its_defaults(minimal: Path) -> None:
+    minimal.write_text(minimal.read_text() + "optim:\nrun:\n")
+    assert load_config(minimal) == load_config(minimal, ["optim={}"])
 
 
 def test_a_configuration_is_frozen(minimal: Path) -> None:
@@ -99,6 +108,11 @@ def test_all_problems_at_once(minimal: Path) -> None:
         ("deepspeed.overrides.optimizer={type: Adam}", "set optim.* instead"),
         ("deepspeed.overrides.zero_optimizaton={}", "is not supported; allowed:"),
         ("deepspeed.overrides.zero_optimization.offload_optimizer={device: cpu}", "is not supported"),
+        ("deepspeed.overrides.zero_optimization.reduce_buckt_size=5", "did you mean reduce_bucket_size?"),
+        ("run.name=2026", "run.name: 2026 is not allowed; expected text, in quotes: '\"2026\"'"),
+        ("run.name=..", "names no folder of its own"),
+        ("data.sources=3", "3 is not allowed; expected a list"),
+        ("data.eod_id=4000", "beyond model.vocab_size=300"),
         ("data.sources=[]", "data.sources: [] is not allowed"),
         ("data.sources=[{pth: x}]", "data.sources.0.pth: unknown key; did you mean data.sources.path?"),
         ("data.sources.1.path=x", "'1' is not an index of a list with 1 entries"),

@@ -218,9 +218,8 @@ class Loops:
     def build(self) -> Results:
         """Both loops, with their first steps (compilation, optimizer state, autotuning)."""
         config, device = self._config, self._device
-        pin_memory = device.type == "cuda"
         geometry = batch_geometry(config, self._topology.world_size)
-        with training_batches(self._data, config, geometry, 0, 0, pin_memory) as loader:
+        with training_batches(self._data, config, geometry, 0, 0, device) as loader:
             batches = [next(loader) for _ in range(self._num_steps)]
         start_seconds, start_peak_bytes = {}, {}
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import socket
+import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
 from data.indexed import IndexedShardWriter, token_dtype
-from tests.conftest import Finished, python, read_metrics, write_shard
+from data.order import SampleOrder
+from tests.conftest import ROOT, Finished, finish, launcher_command, python, read_metrics, start, write_shard
 
 
 def train(config: Path, *overrides: str) -> Finished:
@@ -75,8 +81,6 @@ def test_a_token_beyond_the_vocabulary_names_file_and_offset(tiny_config: Path, 
     tokens = [5] * 3000
     tokens[1234] = 96
     with IndexedShardWriter(prefix, token_dtype(200)) as writer:
-        import numpy as np
-
         writer.add_document(np.array(tokens))
     error = only_error(train(tiny_config, f"data.sources.0.path={prefix}", "train.steps=30"))
     assert "bad.bin" in error
@@ -138,6 +142,33 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(run_copy: tuple[P
     assert f"{newest}: its content does not match its hash" in finished.output
     assert "step_00000002 at step 2" in finished.output
     assert [record["step"] for record in read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_pruning_keeps_the_new_checkpoints_and_not_the_damaged_ones(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    damaged = folder / "checkpoints/step_00000004/rank_00000.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    settings = [*overrides, "checkpoint={every_steps: 1, keep_last: 1}", "train.stop_step=3"]
+    (folder / "DONE").unlink()
+    assert train(config, *settings).code == 0
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["step_00000003", "step_00000004.superseded"]
+    finished = train(config, *overrides)
+    assert "step_00000003 at step 3" in finished.output
+
+
+def test_a_resume_path_starts_a_branch_that_auto_follows(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    older = folder / "checkpoints/step_00000002"
+    settings = [*overrides, "checkpoint.every_steps=1", "optim.lr=1e-5"]
+    finished = train(config, *settings, f"run.resume={older}", "train.stop_step=3")
+    assert finished.code == 0, finished.errors
+    assert [record["step"] for record in read_metrics(folder)] == [1, 2, 3]
+    finished = train(config, *settings)
+    assert "step_00000003 at step 3" in finished.output
+    records = read_metrics(folder)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert max(record["lr"] for record in records[2:]) <= 1e-5
 
 
 def test_only_damaged_checkpoints_never_mean_a_fresh_start(run_copy: tuple[Path, Path, list[str]]) -> None:
@@ -216,7 +247,7 @@ def test_moved_data_goes_on_and_other_data_does_not(
     config, _, overrides = run_copy
     for suffix in (".bin", ".idx"):
         shutil.copy(f"{shards['train']}{suffix}", tmp_path / f"moved{suffix}")
-    other = write_shard(tmp_path / "other", seed=9, num_tokens=30_000)
+    other = write_shard(tmp_path / "other", seed=9)  # the same lengths, other tokens
     error = only_error(train(config, *overrides, f"data.sources.0.path={other}"))
     assert "data.sources.0" in error
     assert "holds other data than the run was trained on" in error
@@ -231,6 +262,126 @@ def test_another_seed_is_another_order(run_copy: tuple[Path, Path, list[str]]) -
     assert "run.seed was 0 and is now 1" in error
 
 
-def test_a_misspelt_zero_key_is_named(tiny_config: Path) -> None:
-    error = only_error(train(tiny_config, "deepspeed.overrides.zero_optimization.reduce_buckt_size=5"))
-    assert "deepspeed.overrides.zero_optimization.reduce_buckt_size" in error
+def test_a_zero_value_that_deepspeed_refuses_is_named(tiny_config: Path) -> None:
+    error = only_error(train(tiny_config, "deepspeed.overrides.zero_optimization.reduce_bucket_size=-5"))
+    assert "deepspeed.overrides.zero_optimization.reduce_bucket_size" in error
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file but those that say who was there."""
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("log.txt", "lock"))
+    return {path: path.read_bytes() for path in paths}
+
+
+def test_a_refused_or_idle_start_changes_nothing(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    files = contents(folder)
+    idle = train(config, overrides[0], "optim.lr=0.9")
+    assert idle.code == 0
+    assert "is finished (step 4); nothing to do" in idle.output
+    assert "no such checkpoint" in only_error(train(config, *overrides, "run.resume=/nowhere"))
+    assert "no such checkpoint" in only_error(train(config, overrides[0], "run.resume=/nowhere"))
+    only_error(train(config, *overrides, "model.dim=48"))
+    only_error(train(config, *overrides, "deepspeed.overrides.zero_optimization.reduce_bucket_size=-5"))
+    assert contents(folder) == files
+
+
+def test_never_resume_refuses_checkpoints_without_metrics(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    (folder / "metrics.jsonl").unlink()
+    assert "run.resume=never" in only_error(train(config, *overrides, "run.resume=never"))
+
+
+@pytest.mark.parametrize("damage", ["emptied", "deleted"])
+def test_a_lost_configuration_file_is_replaced_by_the_checkpoints(
+    run_copy: tuple[Path, Path, list[str]], damage: str
+) -> None:
+    config, folder, overrides = run_copy
+    if damage == "emptied":
+        (folder / "config.yaml").write_text("")
+    else:
+        (folder / "config.yaml").unlink()
+    assert "model.dim was 32 and is now 48" in only_error(train(config, *overrides, "model.dim=48"))
+    finished = train(config, *overrides)
+    assert finished.code == 0, finished.errors
+    assert "train.steps: 4 -> 6" in finished.output
+
+
+def test_damaged_metrics_lines_are_dropped(run_copy: tuple[Path, Path, list[str]]) -> None:
+    config, folder, overrides = run_copy
+    with (folder / "metrics.jsonl").open("ab") as stream:
+        stream.write(b'3\n\xff\xfe\n{"loss": 1}\n[]\n')
+    assert train(config, *overrides).code == 0
+    assert [record["step"] for record in read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_disk_too_full_for_records_is_said_once(run_copy: tuple[Path, Path, list[str]]) -> None:
+    """Neither metrics.jsonl, TensorBoard nor a checkpoint has room."""
+    config, folder, overrides = run_copy
+    script = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000)); "
+        "sys.argv = ['train.py', *sys.argv[1:]]; runpy.run_path('train.py', run_name='__main__')"
+    )
+    finished = python("-c", script, config, *overrides, "train.steps=12", "checkpoint.every_steps=100")
+    assert "the checkpoint of step 12 could not be saved" in only_error(finished)
+    assert finished.output.count("could not be recorded") == 1
+    assert "metrics.jsonl: step" in finished.output
+    records = read_metrics(folder)  # every line is whole
+    assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+
+
+def test_a_second_run_is_kept_out_of_the_folder(tiny_config: Path, tmp_path: Path) -> None:
+    first = start([sys.executable, "train.py", str(tiny_config), "train.steps=100000"])
+    while not (tmp_path / "runs/tiny/metrics.jsonl").exists():
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.05)
+    error = only_error(train(tiny_config, "optim.lr=1e-5"))
+    assert f"another run is training in it (host {socket.gethostname()}, process {first.pid})" in error
+    first.send_signal(signal.SIGTERM)
+    assert finish(first).code == 75
+
+
+def test_a_fault_on_one_rank_is_told_by_all_in_one_line(
+    tiny_config: Path, tmp_path: Path, shards: dict[str, Path]
+) -> None:
+    """Data that only rank 1 cannot see, as on a node-local disk."""
+    script = tmp_path / "train_on_two_nodes.py"
+    script.write_text(
+        f"""import os, runpy, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from data.source import TokenSource
+whole = TokenSource.open.__func__
+def open_on_rank(cls, path):
+    return whole(cls, path if os.environ["RANK"] == "0" else Path(str(path) + "_absent"))
+TokenSource.open = classmethod(open_on_rank)
+sys.argv[0] = "train.py"
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+    )
+    finished = finish(start(launcher_command("deepspeed", 2, script, str(tiny_config))))
+    assert finished.code != 0
+    text = finished.output + finished.errors
+    assert "Traceback" not in text
+    assert text.count("error: ") == 1
+    assert f"rank 1: data.sources.0.path: {shards['train']}_absent" in text
+
+
+def test_a_bad_token_on_one_rank_leaves_no_traceback_on_the_other(tiny_config: Path, tmp_path: Path) -> None:
+    tokens = np.full(20_000, 5)
+    order = SampleOrder([(20_000 - 1) // 32], [1.0], seed=0)
+    # The first sample of rank 1 in the second step: 8 samples a step, 2 rows of rank 0 before it.
+    window = int(order.locate(np.array([8 + 2])).window[0])
+    tokens[window * 32 + 3] = 96
+    with IndexedShardWriter(tmp_path / "bad", token_dtype(200)) as writer:
+        writer.add_document(tokens)
+    command = launcher_command("torchrun", 2, "train.py", str(tiny_config), f"data.sources.0.path={tmp_path}/bad")
+    finished = finish(start(command))
+    assert finished.code != 0
+    assert "error: rank 1: " in finished.errors
+    assert "bad.bin: token" in finished.errors
+    # torchrun itself prints a traceback after the ranks' own lines.
+    assert (
+        "lost contact with another rank, whose message tells why" in finished.errors or "rank 0" not in finished.errors
+    )
+    assert finished.errors.count("Traceback") == 1

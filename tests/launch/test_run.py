@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sys
 import time
@@ -168,3 +169,66 @@ def test_compiled_blocks_train_alike(tiny_config: Path, tmp_path: Path) -> None:
     eager, compiled = (read_metrics(tmp_path / "runs" / name) for name in ("eager", "compiled"))
     for ours, reference in zip(compiled, eager, strict=True):
         assert ours["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+
+
+def test_tokens_count_on_after_a_change_of_the_batch(tiny_config: Path, tmp_path: Path) -> None:
+    assert python("train.py", tiny_config, "train.stop_step=2").code == 0
+    assert python("train.py", tiny_config, "train.stop_step=4", "train.global_batch_tokens=512").code == 0
+    assert [record["tokens"] for record in read_metrics(tmp_path / "runs/tiny")] == [256, 512, 1024, 1536]
+
+
+def test_non_finite_losses_stop_at_every_stage_and_precision(tiny_config: Path, tmp_path: Path, run_cases: Any) -> None:
+    pairs = [(stage, precision) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
+    settings = ["optim.lr=1e30", "optim.warmup_steps=0", "train.steps=20", "checkpoint.every_steps=1"]
+    cases = [
+        (
+            tiny_config,
+            [
+                *settings,
+                f"run.name={stage}_{precision}",
+                f"deepspeed.zero_stage={stage}",
+                f"train.precision={precision}",
+            ],
+        )
+        for stage, precision in pairs
+    ]
+    for outcomes in run_cases(2, cases):
+        assert all(isinstance(outcome, str) and "non-finite" in outcome for outcome in outcomes), outcomes
+    for stage, precision in pairs:
+        folder = tmp_path / f"runs/{stage}_{precision}"
+        assert not (folder / "DONE").exists()
+        assert all(math.isfinite(record["loss"]) for record in read_metrics(folder))
+
+
+def test_weights_of_another_run_start_alike_at_every_stage(tiny_config: Path, tmp_path: Path, run_cases: Any) -> None:
+    cases = [
+        (
+            tiny_config,
+            [f"run.name=from_{stage}", f"deepspeed.zero_stage={stage}", f"run.init_from={tmp_path}/runs/first"],
+        )
+        for stage in (0, 1, 2, 3)
+    ]
+    outcomes = run_cases(2, [(tiny_config, ["run.name=first", "train.steps=3"]), *cases])
+    assert outcomes == [[0] * 5] * 2
+    runs = [read_metrics(tmp_path / f"runs/from_{stage}") for stage in (0, 1, 2, 3)]
+    for records in runs[1:]:
+        for ours, expected in zip(records, runs[0], strict=True):
+            assert ours["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert runs[0][0]["loss"] < read_metrics(tmp_path / "runs/first")[0]["loss"]
+
+
+def test_bf16_sums_gradients_in_fp32(tiny_config: Path, tmp_path: Path, run_cases: Any) -> None:
+    """One sequence at a time, 64 times, gives the gradient norm of all at once; bf16 sums would be off by percents."""
+    names = [(stage, rows) for stage in (0, 1, 2, 3) for rows in (1, 64)]
+    settings = ["train.precision=bf16", "train.global_batch_tokens=2048", "train.steps=1", "optim.warmup_steps=0"]
+    cases = [
+        (
+            tiny_config,
+            [*settings, f"run.name=s{stage}_{rows}", f"deepspeed.zero_stage={stage}", f"train.micro_batch_size={rows}"],
+        )
+        for stage, rows in names
+    ]
+    assert run_cases(1, cases) == [[0] * 8]
+    norms = {name: read_metrics(tmp_path / f"runs/s{name[0]}_{name[1]}")[0]["grad_norm"] for name in names}
+    for stage in (0, 1, 2, 3):
+        assert norms[stage, 1] == pytest.approx(norms[stage, 64], rel=2e-3), norms
