@@ -288,9 +288,9 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
     }
     if record["mfu"] is not None:
         scalars["throughput/mfu"] = record["mfu"]
-    for key, value in record.items():
-        if key == "val_loss":
-            scalars["loss/validation"] = value
-        elif key.startswith("val_loss/"):
-            scalars[f"loss/validation_{key.removeprefix('val_loss/')}"] = value
+    if "val_loss" in record:
+        scalars["loss/validation"] = record["val_loss"]
+    by_set = {key: value for key, value in record.items() if key.startswith("val_loss/")}
+    if len(by_set) > 1:
+        scalars.update({f"loss/validation_{key.removeprefix('val_loss/')}": value for key, value in by_set.items()})
     return scalars
