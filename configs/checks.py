@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import Config
+from configs.schema import Config, MlaConfig, ModelConfig
 
 # Keys of the DeepSpeed file that the schema generates, and the key that a user sets instead.
 OWNED_BY_SCHEMA = {
@@ -80,21 +80,45 @@ def find_problems(config: Config) -> Iterator[Problem]:
 
 def _model_problems(config: Config) -> Iterator[Problem]:
     model = config.model
+    mla = model.attention.mla
+    mla_sizes = (mla.kv_latent_dim, mla.nope_dim, mla.rope_dim, mla.value_dim)
+    needs_head_dim = model.attention.kind != "mla" or None in mla_sizes
+    if needs_head_dim and model.head_dim is None and model.dim % model.num_heads:
+        yield Problem(
+            ("model.num_heads", "model.dim", "model.head_dim"),
+            f"{model.num_heads} does not divide model.dim={model.dim}; set model.head_dim, or sizes that divide",
+        )
+    yield from _mla_problems(model) if model.attention.kind == "mla" else _mha_problems(model)
+
+
+def _mha_problems(model: ModelConfig) -> Iterator[Problem]:
     num_kv_heads = model.num_kv_heads or model.num_heads
     if model.num_heads % num_kv_heads:
         yield Problem(
             ("model.num_kv_heads", "model.num_heads"),
             f"{num_kv_heads} does not divide model.num_heads={model.num_heads}",
         )
-    if model.head_dim is None and model.dim % model.num_heads:
-        yield Problem(
-            ("model.num_heads", "model.dim", "model.head_dim"),
-            f"{model.num_heads} does not divide model.dim={model.dim}; set model.head_dim, or sizes that divide",
-        )
-    elif (head_dim := model.head_dim or model.dim // model.num_heads) % 2:
+    head_dim = model.head_dim or model.dim / model.num_heads
+    if head_dim % 2 == 1:
         yield Problem(
             ("model.head_dim", "model.dim", "model.num_heads"),
-            f"{head_dim} is odd; rotary positions turn pairs of values, so the width of a head must be even",
+            f"{head_dim:.0f} is odd; rotary positions turn pairs of values, so the width of a head must be even",
+        )
+    default = MlaConfig()
+    for key in MlaConfig.model_fields:
+        if getattr(model.attention.mla, key) != getattr(default, key):
+            yield Problem(
+                (f"model.attention.mla.{key}", "model.attention.kind"),
+                "is only for latent attention; set model.attention.kind=mla, or leave it out",
+            )
+
+
+def _mla_problems(model: ModelConfig) -> Iterator[Problem]:
+    rope_dim = model.attention.mla.rope_dim
+    if rope_dim is not None and rope_dim % 2:
+        yield Problem(
+            ("model.attention.mla.rope_dim",),
+            f"{rope_dim} is odd; rotary positions turn pairs of values, so this width must be even",
         )
 
 

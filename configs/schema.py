@@ -43,13 +43,42 @@ class RunConfig(Section):
     deterministic: bool = Field(False, description="deterministic kernels on GPU too (slower)")
 
 
+class MlaConfig(Section):
+    """Sizes of multi-head latent attention. The derived ones are in the proportions of DeepSeek-V2-Lite."""
+
+    q_latent_dim: int | None = Field(
+        None, ge=1, description="width of the queries' latent; null: no query compression (DeepSeek-V2-Lite)"
+    )
+    kv_latent_dim: int | None = Field(
+        None, ge=1, description="width of the latent of keys and values; null: 4 head_dim, at most dim / 2"
+    )
+    nope_dim: int | None = Field(
+        None, ge=1, description="width of a query/key head's part without position; null: head_dim"
+    )
+    rope_dim: int | None = Field(
+        None,
+        ge=2,
+        description="width of a query/key head's part with rotary position, even; null: head_dim / 2, rounded up to"
+        " an even number",
+    )
+    value_dim: int | None = Field(None, ge=1, description="width of a value head; null: head_dim")
+    latent_norm: bool = Field(True, description="RMSNorm on the latents (DeepSeek)")
+
+
 class AttentionConfig(Section):
     """How attention is computed."""
 
-    kind: Literal["mha"] = Field(
-        "mha", description="`mha`: multi-head attention, or grouped-query attention when num_kv_heads < num_heads"
+    kind: Literal["mha", "mla"] = Field(
+        "mha",
+        description="`mha`: multi-head attention, or grouped-query attention when num_kv_heads < num_heads; `mla`:"
+        " multi-head latent attention (DeepSeek)",
     )
-    qk_norm: bool = Field(False, description="RMSNorm with a learned gain on every query and key head (Qwen3)")
+    qk_norm: bool = Field(
+        False,
+        description="RMSNorm with a learned gain on every query and key head (Qwen3), with `mla` over both parts of"
+        " a head together",
+    )
+    mla: MlaConfig = Field(default_factory=MlaConfig)
 
 
 class ModelConfig(Section):
@@ -61,7 +90,7 @@ class ModelConfig(Section):
     dim: int = Field(256, ge=2, description="width of the residual stream")
     num_layers: int = Field(4, ge=1, description="transformer blocks")
     num_heads: int = Field(4, ge=1, description="query heads")
-    num_kv_heads: int | None = Field(None, ge=1, description="key/value heads; null: num_heads")
+    num_kv_heads: int | None = Field(None, ge=1, description="key/value heads; null, and always with `mla`: num_heads")
     head_dim: int | None = Field(None, ge=2, description="width of a head; null: dim / num_heads")
     ffn_dim: int | None = Field(
         None, ge=1, description="hidden width of SwiGLU; null: 8/3 of dim, rounded up to a multiple of 64"
@@ -79,11 +108,13 @@ class ModelConfig(Section):
 class QkControlConfig(Section):
     """The learning rate of the query/key weights."""
 
-    policy: Literal["none", "constant"] = Field(
+    policy: Literal["none", "constant", "quack"] = Field(
         "none",
-        description="`none`: the base rate everywhere; `constant`: alpha times the base rate for query/key weights",
+        description="`none`: the base rate everywhere; `constant`: alpha times the base rate for query/key weights;"
+        " `quack`: that, and each head's step falls as the weights grow that it is multiplied with",
     )
     alpha: float = Field(0.1, gt=0, description="factor of the query/key learning rate (unused by `none`)")
+    max_ratio: float | None = Field(None, gt=0, description="cap of `quack`'s per-head ratios; null: none")
 
 
 class OptimConfig(Section):
@@ -195,12 +226,27 @@ class Config(Section):
 def resolve_model(model: ModelConfig) -> ModelConfig:
     """Fills the sizes that are null and follow from others (all but vocab_size, which the data decides)."""
     ffn_dim = -(-8 * model.dim // (3 * FFN_MULTIPLE)) * FFN_MULTIPLE
-    derived = {
-        "num_kv_heads": model.num_kv_heads or model.num_heads,
-        "head_dim": model.head_dim or model.dim // model.num_heads,
+    head_dim = model.head_dim or model.dim // model.num_heads
+    is_latent = model.attention.kind == "mla"
+    derived: dict[str, Any] = {
+        "num_kv_heads": model.num_heads if is_latent else model.num_kv_heads or model.num_heads,
+        "head_dim": head_dim,
         "ffn_dim": model.ffn_dim or ffn_dim,
     }
+    if is_latent:
+        mla = _resolve_mla(model.attention.mla, model.dim, head_dim)
+        derived["attention"] = model.attention.model_copy(update={"mla": mla})
     return model.model_copy(update=derived)
+
+
+def _resolve_mla(mla: MlaConfig, dim: int, head_dim: int) -> MlaConfig:
+    derived = {
+        "kv_latent_dim": mla.kv_latent_dim or min(4 * head_dim, dim // 2),
+        "nope_dim": mla.nope_dim or head_dim,
+        "rope_dim": mla.rope_dim or 2 * -(-head_dim // 4),
+        "value_dim": mla.value_dim or head_dim,
+    }
+    return mla.model_copy(update=derived)
 
 
 def resolve(config: Config) -> Config:

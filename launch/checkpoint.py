@@ -31,6 +31,7 @@ from launch.checkpoint_files import (
     list_checkpoints,
     parameter_mismatches,
     rank_file,
+    read_state,
     write_state,
 )
 from launch.collective import on_all_ranks, on_main_rank, share
@@ -242,6 +243,8 @@ def restore(engine: Engine, checkpoint: Path, weights_only: bool = False) -> Non
     """
     on_all_ranks(lambda: _read_shards(engine, checkpoint, weights_only))
     engine.publish_masters()
+    if not weights_only:
+        engine.load_policy_state(read_state(checkpoint).policy_state)
 
 
 def _read_shards(engine: Engine, checkpoint: Path, weights_only: bool) -> None:

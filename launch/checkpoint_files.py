@@ -56,6 +56,7 @@ class TrainingState:
         groups: optimizer group -> parameter names.
         optimizer_tensors: kinds of per-parameter optimizer tensors, e.g. exp_avg.
         optimizer_scalars: per-optimizer numbers, e.g. AdamW's step.
+        policy_state: of a per-head query/key policy, see `launch.qk_control`.
         data_fingerprints: of every source, see `launch.training_data.fingerprint`.
         tokenizer_sha256, tokenizer_file: hash of the data's tokenizer, and name of the tokenizer's file in this folder.
         loss: training loss of the last step; val_losses: newest validation losses by set.
@@ -69,6 +70,7 @@ class TrainingState:
     groups: dict[str, list[str]]
     optimizer_tensors: list[str]
     optimizer_scalars: dict[str, float]
+    policy_state: dict[str, Any]
     data_fingerprints: list[str]
     tokenizer_sha256: str | None
     tokenizer_file: str | None

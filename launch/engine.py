@@ -13,7 +13,7 @@ import math
 import os
 import random
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -31,13 +31,15 @@ from data.loader import MicroBatch, StepBatch
 from launch.deepspeed_config import deepspeed_config
 from launch.errors import RunError
 from launch.optimizer import build_optimizer
+from launch.qk_control import QueryKeyControl
 from launch.shards import Shard, local_shards, publish_masters
 from launch.timing import Stopwatch
 from launch.topology import Topology, threads_per_rank
 from model.gpt import GPT
 from model.initialisation import init_parameter, initialise
-from model.parameters import collect_specs
+from model.parameters import ParameterSpec, collect_specs
 from model.stability.groups import group_names
+from model.stability.layers import collect_layouts
 
 NUM_FIXED_COLUMNS = 9  # columns of a rank's report before the groups' squared gradient norms
 
@@ -56,6 +58,8 @@ class StepReport:
         forward_seconds, data_seconds: per rank; the forward time is that of the step before.
         memory_bytes: per rank; allocated peak on GPU, resident on CPU.
         stop_requested: whether any rank was asked to stop.
+        qk_ratios: smallest, mean and largest per-head ratio that the step used in each layer, (3, L); None without a
+            per-head policy.
     """
 
     loss: float
@@ -69,6 +73,7 @@ class StepReport:
     data_seconds: tuple[float, ...]
     memory_bytes: tuple[float, ...]
     stop_requested: bool
+    qk_ratios: list[list[float]] | None = None
 
 
 class PendingReport:
@@ -91,9 +96,9 @@ class PendingReport:
         if self._event is not None:
             self._event.synchronize()
         rows = self._rows.tolist()
-        loss_sum, z_sum, num_targets, grad_norm, applied, stop, forward, data, memory, *squares = zip(
-            *rows, strict=True
-        )
+        loss_sum, z_sum, num_targets, grad_norm, applied, stop, forward, data, memory, *rest = zip(*rows, strict=True)
+        squares, ratios = rest[: len(self._group_names)], [column[0] for column in rest[len(self._group_names) :]]
+        num_layers = len(ratios) // 3
         targets = int(sum(num_targets))
         copies = len(rows) if self._replicated else 1
         clipped = [math.sqrt(sum(column) / copies) for column in squares]
@@ -114,6 +119,7 @@ class PendingReport:
             data_seconds=data,
             memory_bytes=memory,
             stop_requested=any(stop),
+            qk_ratios=[ratios[i * num_layers : (i + 1) * num_layers] for i in range(3)] if ratios else None,
         )
 
 
@@ -254,7 +260,8 @@ class Engine:
         self, model: nn.Module, config: Config, topology: Topology, device: torch.device, accumulation: int
     ) -> None:
         self.device = device
-        self.groups = group_names(collect_specs(model))
+        specs = collect_specs(model)
+        self.groups = group_names(specs)
         self._config = config
         self._topology = topology
         self._replicated = config.deepspeed.zero_stage == 0
@@ -265,13 +272,15 @@ class Engine:
         deepspeed.init_distributed(verbose=False)
         num_parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
         settings = deepspeed_config(config, topology.world_size, accumulation, num_parameters)
-        optimizer = build_optimizer(model, collect_specs(model), config)
+        optimizer = build_optimizer(model, specs, config)
         with _engine_errors(), contextlib.redirect_stdout(io.StringIO()):  # it prints whatever its log level
             self._engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
         if config.train.compile:
             self.module.compile_blocks()
         self.base_optimizer: torch.optim.Optimizer = self._engine.basic_optimizer
+        self._control = self._build_control(specs)
         self.base_optimizer.register_step_pre_hook(self._before_base_step)
+        self.base_optimizer.register_step_post_hook(self._after_base_step)
 
     @property
     def module(self) -> Any:
@@ -289,6 +298,15 @@ class Engine:
     def shards(self) -> list[Shard]:
         """This rank's pieces of the fp32 master weights."""
         return local_shards(self._engine)
+
+    def policy_state(self) -> dict[str, Any]:
+        """What a per-head policy must remember, for a checkpoint; the same on all ranks."""
+        return self._control.state() if self._control else {}
+
+    def load_policy_state(self, state: dict[str, Any]) -> None:
+        """Takes the policy's part of a checkpoint."""
+        if self._control:
+            self._control.load_state(state)
 
     def publish_masters(self) -> None:
         """After the masters were changed from outside: brings the working weights in line. Collective."""
@@ -312,6 +330,8 @@ class Engine:
             RunError: the optimizer used another rate than it was given.
         """
         self._set_rates(rates)
+        if self._control:
+            self._control.prepare()
         forward_seconds = self._forward_watch.take()
         num_targets = torch.full((), float(batch.num_targets), device=self.device)
         dist.all_reduce(num_targets)
@@ -387,9 +407,27 @@ class Engine:
                 self._used_rates[name] = group["lr"]
         if self._replicated and self._config.optim.grad_clip > 0:
             # DeepSpeed's own clipping at stage 0 keeps the norm to itself, so it is off there.
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             norm = sum(self._squares.values()).sqrt()
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._config.optim.grad_clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(_all_params(optimizer), self._config.optim.grad_clip, norm)
+        if self._control:
+            self._control.before_base_step(_all_params(optimizer))
+
+    def _after_base_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._control:
+            self._control.after_base_step(_all_params(optimizer))
+
+    def _build_control(self, specs: Mapping[str, ParameterSpec]) -> QueryKeyControl | None:
+        if self._config.qk_control.policy != "quack":
+            return None
+        heads = {name: spec.num_heads for name, spec in specs.items()}
+        numel = {name: math.prod(shape) for name, shape in self.parameter_shapes().items()}
+        return QueryKeyControl(
+            collect_layouts(self.module, heads, numel),
+            self.shards(),
+            has_qk_norm=self._config.model.attention.qk_norm,
+            max_ratio=self._config.qk_control.max_ratio,
+            is_replicated=self._replicated,
+        )
 
     def _gather(self, loss_sum: Tensor, z_sum: Tensor, host_values: list[Any]) -> PendingReport:
         names = [group.value for group in self.groups]
@@ -403,6 +441,8 @@ class Engine:
             row[3] = norm
         for column, name in enumerate(names, start=NUM_FIXED_COLUMNS):
             row[column] = self._squares.get(name, 0.0)
+        if self._control:
+            row = torch.cat([row, self._control.ratio_statistics().flatten()])
         rows = row.new_empty(self.world_size * row.numel())
         dist.all_gather_into_tensor(rows, row)
         return PendingReport(rows.view(self.world_size, -1), names, self._replicated)
@@ -411,3 +451,8 @@ class Engine:
         if self.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated())
         return float(psutil.Process().memory_info().rss)
+
+
+def _all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The tensors that the optimizer is about to change in this call."""
+    return [tensor for group in optimizer.param_groups for tensor in group["params"]]

@@ -67,7 +67,7 @@ def print_continuation(options: argparse.Namespace) -> None:
     tokens = list(prompt)
     shown = ""
     chosen_eod_id = read_config(checkpoint).data.eod_id
-    for token in generate(
+    new_tokens = generate(
         model,
         prompt,
         max_new_tokens,
@@ -76,7 +76,10 @@ def print_continuation(options: argparse.Namespace) -> None:
         options.seed,
         eod_id=tokenizer.eod_id if chosen_eod_id is None else chosen_eod_id,
         num_token_ids=tokenizer.vocab_size,
-    ):
+    )
+    cache = model.new_cache(batch_size=1, length=1, device="meta")
+    print(f"cache: {cache.num_bytes_per_token:,} bytes a token", file=sys.stderr)
+    for token in new_tokens:
         tokens.append(token)
         text = tokenizer.decode(tokens)
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the middle of a character of several bytes

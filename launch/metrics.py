@@ -69,6 +69,22 @@ def step_record(
         "data_seconds": max(report.data_seconds),
         "forward_seconds": {"min": min(report.forward_seconds), "max": max(report.forward_seconds)},
         "slowest_rank": slowest_rank(report.forward_seconds),
+        **_ratio_record(report.qk_ratios),
+    }
+
+
+def _ratio_record(ratios: list[list[float]] | None) -> dict[str, Any]:
+    """The per-head ratios that the step used, over all and by layer; nothing without a per-head policy."""
+    if ratios is None:
+        return {}
+    smallest, mean, largest = ratios
+    return {
+        "qk_ratio": {
+            "min": min(smallest),
+            "mean": sum(mean) / len(mean),
+            "max": max(largest),
+            "layers": {"min": smallest, "mean": mean, "max": largest},
+        }
     }
 
 
@@ -286,6 +302,12 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
         "time/forward_seconds_fastest_rank": record["forward_seconds"]["min"],
         "memory/gigabytes": record["memory_bytes"] / 1e9,
     }
+    for name, value in record.get("qk_ratio", {}).items():
+        if name == "layers":
+            for statistic, by_layer in value.items():
+                scalars.update({f"qk_ratio_layers/{layer:02d}_{statistic}": x for layer, x in enumerate(by_layer)})
+        else:
+            scalars[f"qk_ratio/{name}"] = value
     if record["mfu"] is not None:
         scalars["throughput/mfu"] = record["mfu"]
     if "val_loss" in record:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 import torch
 import yaml
 
-from configs.schema import Config
+from configs.schema import Config, ModelConfig
 from launch.deepspeed_config import deepspeed_config
 from launch.optimizer import group_rates
 from launch.run_folder import RunFolder
 from launch.topology import detect_topology
+from model.attention.mla import latent_sizes
 from model.cross_entropy import MAX_CHUNK_BYTES
 from model.flops import flops_per_token
 from model.gpt import GPT
@@ -105,17 +106,28 @@ def _activation_bytes(config: Config) -> float:
     """What the backward pass needs of one micro-batch: the inputs of every product, norm and nonlinearity."""
     model = config.model
     assert config.data.seq_len is not None
-    assert model.head_dim is not None
-    assert model.num_kv_heads is not None
     assert model.ffn_dim is not None
-    query_width, key_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    per_block = 4 * model.dim + 3 * query_width + 3 * key_width + 4 * model.ffn_dim
+    per_block = 4 * model.dim + _attention_activations(model) + 4 * model.ffn_dim
     if config.train.activation_checkpointing:
         kept = model.num_layers * model.dim + per_block
     else:
         kept = model.num_layers * per_block
     bytes_each = 2 if config.train.precision == "bf16" else 4
     return float(config.train.micro_batch_size * config.data.seq_len * kept * bytes_each)
+
+
+def _attention_activations(model: ModelConfig) -> int:
+    """Values of one token that the backward pass of one attention layer needs, without the layer's input."""
+    if model.attention.kind == "mla":
+        sizes = latent_sizes(model)
+        latents = 2 * (sizes.kv_latent_dim + (sizes.q_latent_dim or 0))
+        # Queries, keys, values and outputs have one width in the kernel.
+        kernel = 4 * model.num_heads * max(sizes.query_key_dim, sizes.value_dim)
+        norm_inputs = 2 * model.num_heads * sizes.query_key_dim if model.attention.qk_norm else 0
+        return latents + kernel + norm_inputs + model.num_heads * sizes.value_dim
+    assert model.head_dim is not None
+    assert model.num_kv_heads is not None
+    return 3 * (model.num_heads + model.num_kv_heads) * model.head_dim
 
 
 def _parameter_lines(model: GPT, config: Config) -> list[str]:

@@ -219,6 +219,7 @@ class Trainer:
             groups={group.value: names for group, names in self._engine.groups.items()},
             optimizer_tensors=optimizer_tensor_kinds(self._engine),
             optimizer_scalars=optimizer_scalars(self._engine),
+            policy_state=self._engine.policy_state(),
             data_fingerprints=list(self._data.fingerprints),
             tokenizer_sha256=self._data.tokenizer_sha256,
             tokenizer_file=None if tokenizer is None else f"tokenizer{tokenizer.suffix}",

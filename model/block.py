@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from configs.schema import ModelConfig
 from model.attention import ATTENTION
-from model.attention.cache import KeyValueCache
+from model.attention.cache import LayerCache
 from model.feed_forward import FeedForward
 from model.norm import RMSNorm
 
@@ -24,6 +24,6 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, cache)
         return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from configs.schema import ModelConfig
+from model.attention.mla import latent_sizes
 
 
 def num_matmul_parameters(config: ModelConfig) -> int:
@@ -10,14 +11,10 @@ def num_matmul_parameters(config: ModelConfig) -> int:
 
     The embedding is a look-up, not a product.
     """
-    assert config.num_kv_heads is not None, "the configuration must be resolved"
-    assert config.head_dim is not None, "the configuration must be resolved"
     assert config.ffn_dim is not None, "the configuration must be resolved"
     assert config.vocab_size is not None, "the vocabulary size must be known"
-    query_and_output = 2 * config.dim * config.num_heads * config.head_dim
-    key_and_value = 2 * config.dim * config.num_kv_heads * config.head_dim
     feed_forward = 3 * config.dim * config.ffn_dim
-    return config.num_layers * (query_and_output + key_and_value + feed_forward) + config.vocab_size * config.dim
+    return config.num_layers * (_attention_parameters(config) + feed_forward) + config.vocab_size * config.dim
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -26,14 +23,38 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     Counted: 2 FLOPs per weight and token forward and 4 backward; and the two products of attention (queries
     with keys, probabilities with values) over the visible positions, forward once and backward twice. A
     causal token sees (seq_len + 1) / 2 positions on average; PaLM counts all seq_len.
-    Not counted: norms, softmax, rotation and other elementwise work, the optimizer, and recomputation (by
-    activation checkpointing or inside attention kernels).
+    Not counted: norms, softmax, rotation and other elementwise work, the optimizer, recomputation (by
+    activation checkpointing or inside attention kernels), and zeros that only pad heads for a kernel.
 
     Args:
         config: resolved sizes with a vocabulary size.
         seq_len: tokens of a sequence.
     """
-    assert config.head_dim is not None, "the configuration must be resolved"
-    # 3 passes x 2 products x 2 FLOPs x (seq_len + 1) / 2 positions x the width of all heads
-    attention = 6 * config.num_layers * config.num_heads * config.head_dim * (seq_len + 1)
+    # 3 passes x 2 FLOPs x (seq_len + 1) / 2 positions x the widths of all heads in the two products
+    attention = 3 * config.num_layers * config.num_heads * sum(_head_widths(config)) * (seq_len + 1)
     return 6 * num_matmul_parameters(config) + attention
+
+
+def _attention_parameters(config: ModelConfig) -> int:
+    """Weights of the matrices of one attention layer."""
+    if config.attention.kind == "mla":
+        sizes = latent_sizes(config)
+        queries_from, query_down = config.dim, 0
+        if sizes.q_latent_dim is not None:
+            queries_from, query_down = sizes.q_latent_dim, config.dim * sizes.q_latent_dim
+        query = query_down + queries_from * config.num_heads * sizes.query_key_dim
+        down = config.dim * (sizes.kv_latent_dim + sizes.rope_dim)
+        up = sizes.kv_latent_dim * config.num_heads * (sizes.nope_dim + sizes.value_dim)
+        return query + down + up + config.num_heads * sizes.value_dim * config.dim
+    assert config.num_kv_heads is not None, "the configuration must be resolved"
+    assert config.head_dim is not None, "the configuration must be resolved"
+    return 2 * config.dim * (config.num_heads + config.num_kv_heads) * config.head_dim
+
+
+def _head_widths(config: ModelConfig) -> tuple[int, int]:
+    """Widths of a query/key head and of a value head."""
+    if config.attention.kind == "mla":
+        sizes = latent_sizes(config)
+        return sizes.query_key_dim, sizes.value_dim
+    assert config.head_dim is not None, "the configuration must be resolved"
+    return config.head_dim, config.head_dim

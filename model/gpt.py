@@ -21,7 +21,7 @@ from model.norm import RMSNorm
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer in the layout of Llama (or Qwen3 with query/key norms).
+    """A decoder-only transformer in the layout of Llama, Qwen3 (with query/key norms) or DeepSeek-V3's dense layers.
 
     Parameters are allocated but undefined after construction; `model.initialisation.initialise` or a
     checkpoint sets them. Construction under `torch.device("meta")` allocates nothing.
@@ -141,17 +141,19 @@ class GPT(nn.Module):
 
 def check_sizes(config: ModelConfig) -> None:
     """Raises ValueError with every size that is missing or does not fit."""
-    problems = []
-    required = {
-        "vocab_size": config.vocab_size,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "ffn_dim": config.ffn_dim,
-    }
-    problems += [f"model.{key} is not set" for key, value in required.items() if value is None]
-    if config.head_dim is not None and config.head_dim % 2:
-        problems.append(f"model.head_dim is {config.head_dim}; rotary positions need an even width")
-    if config.num_kv_heads is not None and config.num_heads % config.num_kv_heads:
-        problems.append(f"model.num_heads is {config.num_heads}; expected a multiple of {config.num_kv_heads}")
+    required: dict[str, int | None] = {"vocab_size": config.vocab_size, "ffn_dim": config.ffn_dim}
+    if config.attention.kind == "mla":
+        mla = config.attention.mla
+        for key in ("kv_latent_dim", "nope_dim", "rope_dim", "value_dim"):
+            required[f"attention.mla.{key}"] = getattr(mla, key)
+        rotated_key, rotated_dim, num_kv_heads = "attention.mla.rope_dim", mla.rope_dim, None
+    else:
+        required |= {"num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        rotated_key, rotated_dim, num_kv_heads = "head_dim", config.head_dim, config.num_kv_heads
+    problems = [f"model.{key} is not set" for key, value in required.items() if value is None]
+    if rotated_dim is not None and rotated_dim % 2:
+        problems.append(f"model.{rotated_key} is {rotated_dim}; rotary positions need an even width")
+    if num_kv_heads is not None and config.num_heads % num_kv_heads:
+        problems.append(f"model.num_heads is {config.num_heads}; expected a multiple of {num_kv_heads}")
     if problems:
         raise ValueError("; ".join(problems))

@@ -28,10 +28,21 @@ class Kind(enum.Enum):
     HEAD = "head"
     NORM_GAIN = "norm_gain"
     QK_NORM_GAIN = "qk_norm_gain"
+    # Multi-head latent attention: W_dq, W_uq, W_qr, W_dkv, W_uk, W_kr, and the gains of the norms on the two latents.
+    QUERY_DOWN = "query_down"
+    QUERY_UP = "query_up"
+    QUERY_ROPE = "query_rope"
+    KV_DOWN = "kv_down"
+    KEY_UP = "key_up"
+    KEY_ROPE = "key_rope"
+    QUERY_LATENT_GAIN = "query_latent_gain"
+    KV_LATENT_GAIN = "kv_latent_gain"
 
 
-QUERY_KEY_KINDS = frozenset({Kind.QUERY, Kind.KEY, Kind.QK_NORM_GAIN})
-UNDECAYED_KINDS = frozenset({Kind.EMBEDDING, Kind.NORM_GAIN, Kind.QK_NORM_GAIN})
+GAIN_KINDS = frozenset({Kind.NORM_GAIN, Kind.QK_NORM_GAIN, Kind.QUERY_LATENT_GAIN, Kind.KV_LATENT_GAIN})
+LATENT_KINDS = frozenset({Kind.QUERY_DOWN, Kind.QUERY_UP, Kind.QUERY_ROPE, Kind.KV_DOWN, Kind.KEY_UP, Kind.KEY_ROPE})
+QUERY_KEY_KINDS = frozenset({Kind.QUERY, Kind.KEY}) | LATENT_KINDS | (GAIN_KINDS - {Kind.NORM_GAIN})
+UNDECAYED_KINDS = GAIN_KINDS | {Kind.EMBEDDING}
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,8 @@ class ParameterSpec:
 
     Attributes:
         kind: what the parameter is.
-        num_heads: heads along its rows (query, key, value) or columns (attention output); None: not by head.
+        num_heads: heads along its rows (query, key, value and their up-projections) or columns (attention output);
+            None: not by head.
         head_dim: width of one head; head h begins at row (or column) h * head_dim.
         init_std: standard deviation of the initial normal values; None: ones (gains).
     """

@@ -1,5 +1,45 @@
 """Attention variants by the name that `model.attention.kind` gives them."""
 
-from model.attention.mha import MultiHeadAttention
+from __future__ import annotations
 
-ATTENTION = {"mha": MultiHeadAttention}
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from configs.schema import ModelConfig
+from model.attention.cache import LayerCache
+from model.attention.mha import MultiHeadAttention
+from model.attention.mla import MultiHeadLatentAttention
+from model.parameters import Kind
+
+
+class Attention(Protocol):
+    """What a block and a model use of an attention layer.
+
+    Shapes: B batch, T time, D model width, H query heads, G key/value heads, K query/key width, V value width.
+
+    Attributes:
+        rotary_dim: width of the rotary table that the layer takes.
+    """
+
+    rotary_dim: int
+
+    def query_key_weights(self) -> dict[Kind, Tensor]:
+        """The matrices behind queries and keys, and the gains of latent norms."""
+
+    def new_cache(self, batch_size: int, num_positions: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
+        """An empty cache of this layer."""
+
+    def project(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, V), with norms and rotation applied."""
+
+    def __call__(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
+        """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D)."""
+
+
+ATTENTION: dict[str, Callable[[ModelConfig], Attention]] = {
+    "mha": MultiHeadAttention,
+    "mla": MultiHeadLatentAttention,
+}

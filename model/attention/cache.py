@@ -1,50 +1,59 @@
-"""Preallocated key/value caches for decoding.
+"""Preallocated caches for decoding.
 
-Shapes: B batch, T time, S positions in the cache, H heads, K head width.
+Shapes: B batch, T new positions, S positions in the cache; each tensor has its own number of heads and width.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 
-class KeyValueCache:
-    """Keys and values of one attention layer."""
+class LayerCache:
+    """What one attention layer keeps of every position.
+
+    Args:
+        shapes: (heads, width) of each tensor; it is stored as (B, heads, S, width).
+        batch_size: number of sequences.
+        num_positions: positions to allocate.
+        dtype, device: of the tensors.
+    """
 
     def __init__(
         self,
+        shapes: Sequence[tuple[int, int]],
         batch_size: int,
         num_positions: int,
-        num_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (batch_size, num_heads, num_positions, head_dim)
-        self.keys_BHSK = torch.empty(shape, dtype=dtype, device=device)
-        self.values_BHSK = torch.empty(shape, dtype=dtype, device=device)
+        self.tensors = [
+            torch.empty(batch_size, num_heads, num_positions, width, dtype=dtype, device=device)
+            for num_heads, width in shapes
+        ]
         self.length = 0
 
     @property
     def num_bytes_per_token(self) -> int:
         """Bytes of one position of one sequence in this layer."""
-        batch_size, _, num_positions, _ = self.keys_BHSK.shape
-        return (self.keys_BHSK.nbytes + self.values_BHSK.nbytes) // (batch_size * num_positions)
+        batch_size, _, num_positions, _ = self.tensors[0].shape
+        return sum(tensor.nbytes for tensor in self.tensors) // (batch_size * num_positions)
 
-    def append(self, keys_BHTK: Tensor, values_BHTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores T more positions and returns the keys and values of all positions so far."""
-        start, self.length = self.length, self.length + keys_BHTK.shape[2]
-        assert self.length <= self.keys_BHSK.shape[2], "the caller limits the context to the cache's size"
-        self.keys_BHSK[:, :, start : self.length] = keys_BHTK
-        self.values_BHSK[:, :, start : self.length] = values_BHTK
-        return self.keys_BHSK[:, :, : self.length], self.values_BHSK[:, :, : self.length]
+    def append(self, *new: Tensor) -> list[Tensor]:
+        """Stores T more positions of every tensor, and returns all positions so far of every tensor."""
+        start, self.length = self.length, self.length + new[0].shape[2]
+        assert self.length <= self.tensors[0].shape[2], "the caller limits the context to the cache's size"
+        for tensor, values in zip(self.tensors, new, strict=True):
+            tensor[:, :, start : self.length] = values
+        return [tensor[:, :, : self.length] for tensor in self.tensors]
 
 
 class Cache:
     """The caches of all layers of a model; `GPT.new_cache` makes one."""
 
-    def __init__(self, layers: list[KeyValueCache], max_length: int) -> None:
+    def __init__(self, layers: list[LayerCache], max_length: int) -> None:
         self.layers = layers
         self.max_length = max_length
 

@@ -7,11 +7,11 @@ G key/value heads, K head width.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.schema import ModelConfig
-from model.attention.cache import KeyValueCache
+from model.attention.cache import LayerCache
+from model.attention.causal import causal_attention
 from model.attention.rotary import apply_rotary
 from model.linear import Linear
 from model.norm import RMSNorm
@@ -47,9 +47,13 @@ class MultiHeadAttention(nn.Module):
             self.query_norm = RMSNorm(head_dim, config.norm_eps, Kind.QK_NORM_GAIN)
             self.key_norm = RMSNorm(head_dim, config.norm_eps, Kind.QK_NORM_GAIN)
 
-    def new_cache(self, batch_size: int, num_positions: int, dtype: torch.dtype, device: torch.device) -> KeyValueCache:
+    def query_key_weights(self) -> dict[Kind, Tensor]:
+        """The matrices that set the logits, for per-head policies."""
+        return {Kind.QUERY: self.query.weight, Kind.KEY: self.key.weight}
+
+    def new_cache(self, batch_size: int, num_positions: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         """An empty cache of this layer's keys (after rotation) and values."""
-        return KeyValueCache(batch_size, num_positions, self.num_kv_heads, self.head_dim, dtype, device)
+        return LayerCache([(self.num_kv_heads, self.head_dim)] * 2, batch_size, num_positions, dtype, device)
 
     def project(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, K), keys and values (B, G, T, K), with norms and rotation applied."""
@@ -62,7 +66,7 @@ class MultiHeadAttention(nn.Module):
         q_BTHK, k_BTGK = apply_rotary(q_BTHK, rotary), apply_rotary(k_BTGK, rotary)
         return q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
         """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D)."""
         q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, rotary)
         if cache is not None:
@@ -70,26 +74,3 @@ class MultiHeadAttention(nn.Module):
             k_BGSK, v_BGSK = k_BGSK.to(q_BHTK.dtype), v_BGSK.to(q_BHTK.dtype)
         out_BHTK = causal_attention(q_BHTK, k_BGSK, v_BGSK)
         return self.output(out_BHTK.transpose(1, 2).flatten(2))
-
-
-def causal_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
-    """softmax(q kᵀ / sqrt(K)) v where the queries are the last T of S positions and G divides H.
-
-    Returns (B, H, T, K).
-    """
-    T, S = q_BHTK.shape[2], k_BGSK.shape[2]
-    num_queries_per_key = q_BHTK.shape[1] // k_BGSK.shape[1]
-    is_grouped = num_queries_per_key > 1
-    if is_grouped and q_BHTK.is_cuda and q_BHTK.dtype == torch.float32:
-        # No fused fp32 CUDA kernel shares key heads; without this, SDPA would build the T x S matrix.
-        k_BGSK = k_BGSK.repeat_interleave(num_queries_per_key, dim=1)
-        v_BGSK = v_BGSK.repeat_interleave(num_queries_per_key, dim=1)
-        is_grouped = False
-    # SDPA's own causal mask is only right without cached positions, and a single query needs no mask.
-    is_causal = T == S
-    mask_TS = None
-    if 1 < T < S:
-        mask_TS = torch.ones(T, S, dtype=torch.bool, device=q_BHTK.device).tril(S - T)
-    return F.scaled_dot_product_attention(
-        q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_TS, is_causal=is_causal, enable_gqa=is_grouped
-    )

@@ -12,7 +12,7 @@ class GroupName(str, enum.Enum):
     """The optimizer groups, in their order in the optimizer.
 
     Learning rate and weight decay are set per group, so the query/key parameters need two: the matrices
-    decay, the gains of query/key norms do not. The second one exists only in models with query/key norms.
+    decay, the gains of query/key and latent norms do not. The second one exists only in models with such norms.
     """
 
     QUERY_KEY = "query_key"
@@ -51,7 +51,7 @@ def learning_rate_scale(policy: str, alpha: float, group: GroupName) -> float:
     """The factor between the base learning rate and a group's (Anson & Aitchison, arXiv 2511.21377).
 
     Args:
-        policy: `none` (1 for every group) or `constant` (alpha for the query/key groups).
+        policy: `none` (1 for every group), `constant` or `quack` (alpha for the query/key groups).
         alpha: the factor of the query/key learning rate; `none` ignores it.
         group: the optimizer group.
 
@@ -60,6 +60,6 @@ def learning_rate_scale(policy: str, alpha: float, group: GroupName) -> float:
     """
     if policy == "none":
         return 1.0
-    if policy == "constant":
+    if policy in ("constant", "quack"):
         return alpha if group.is_query_key else 1.0
-    raise ValueError(f"qk_control.policy is {policy!r}; expected none or constant")
+    raise ValueError(f"qk_control.policy is {policy!r}; expected none, constant or quack")

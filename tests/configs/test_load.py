@@ -40,6 +40,31 @@ def test_derived_sizes_and_defaults(minimal: Path) -> None:
     assert config.run.name == "minimal"
 
 
+def test_latent_attention_derives_its_sizes(minimal: Path) -> None:
+    config = load_config(minimal, ["model.dim=512", "model.num_heads=8", "model.attention.kind=mla"])
+    mla = config.model.attention.mla
+    assert (mla.kv_latent_dim, mla.nope_dim, mla.rope_dim, mla.value_dim) == (256, 64, 32, 64)
+    assert mla.q_latent_dim is None
+    assert mla.latent_norm
+    # Whatever the heads, the rotated width is even and the latent smaller than the residual stream.
+    config = load_config(minimal, ["model.dim=10", "model.head_dim=5", "model.attention.kind=mla"])
+    assert (config.model.attention.mla.rope_dim, config.model.attention.mla.kv_latent_dim) == (4, 5)
+
+
+def test_latent_attention_has_no_key_heads(minimal: Path) -> None:
+    config = load_config(minimal, ["model.num_kv_heads=2", "model.attention.kind=mla"])
+    assert config.model.num_kv_heads == config.model.num_heads == 4
+
+
+def test_given_sizes_of_latent_attention_need_no_head_width(minimal: Path) -> None:
+    sizes = "{kv_latent_dim: 24, nope_dim: 10, rope_dim: 6, value_dim: 9}"
+    load_config(minimal, ["model.num_heads=3", "model.attention.kind=mla", f"model.attention.mla={sizes}"])
+    problems = problems_of(minimal, "model.num_heads=3", "model.attention.kind=mla")
+    assert problems == [
+        "model.num_heads: 3 does not divide model.dim=256; set model.head_dim, or sizes that divide",
+    ]
+
+
 def test_an_empty_section_has_its_defaults(minimal: Path) -> None:
     minimal.write_text(minimal.read_text() + "optim:\nrun:\n")
     assert load_config(minimal) == load_config(minimal, ["optim={}"])
@@ -89,6 +114,13 @@ def test_all_problems_at_once(minimal: Path) -> None:
         ("train.learning_rate=1", "unknown key"),
         ("model.num_kv_heads=3", "does not divide model.num_heads=4"),
         ("model.head_dim=7", "must be even"),
+        ("model.attention.kind=mha2", "expected 'mha' or 'mla'"),
+        ("model.attention={kind: mla, mla: {rope_dim: 7}}", "model.attention.mla.rope_dim: 7 is odd"),
+        ("model.attention={kind: mla, mla: {rope_dim: 1}}", "model.attention.mla.rope_dim: 1 is not allowed"),
+        ("model.attention={kind: mla, mla: {kv_latent_dim: 0}}", "model.attention.mla.kv_latent_dim: 0 is not allowed"),
+        ("model.attention={kind: mla, mla: {kv_dim: 8}}", "model.attention.mla.kv_dim: unknown key"),
+        ("model.attention.mla.kv_latent_dim=64", "only for latent attention; set model.attention.kind=mla"),
+        ("model.attention.mla.latent_norm=false", "model.attention.mla.latent_norm: is only for latent attention"),
         ("data.seq_len=2000", "longer than model.max_seq_len=1024"),
         ("train.global_batch_tokens=1500", "the nearest: 1024 or 2048"),
         ("train.global_batch_tokens=10", "the nearest: 1024"),
@@ -156,8 +188,10 @@ def test_missing_and_undecodable_files(tmp_path: Path) -> None:
     assert "cannot be read" in problems_of(tmp_path / "latin.yaml")[0]
 
 
-def test_a_resolved_configuration_reads_back_the_same(minimal: Path, tmp_path: Path) -> None:
-    config = load_config(minimal, ["train.profile={start_step: 1, steps: 2}", "optim.betas=[0.8, 0.9]"])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_a_resolved_configuration_reads_back_the_same(minimal: Path, tmp_path: Path, kind: str) -> None:
+    overrides = ["train.profile={start_step: 1, steps: 2}", "optim.betas=[0.8, 0.9]", f"model.attention.kind={kind}"]
+    config = load_config(minimal, overrides)
     (tmp_path / "resolved.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "resolved.yaml") == config
 

@@ -59,6 +59,9 @@ def test_the_command_continues_a_text_it_has_learnt(trained: Path) -> None:
     )
     assert finished.code == 0, finished.errors
     assert finished.output.startswith("We hold these truths to be self-evident.")
+    # 2 layers, keys and values, 2 heads of 16; 4 bytes each on CPU, 2 on GPU
+    value_bytes = 2 if torch.cuda.is_available() else 4
+    assert f"cache: {2 * 2 * 2 * 16 * value_bytes} bytes a token\n" in finished.errors
 
 
 def test_a_seed_decides_the_sample(trained: Path) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from configs.load import load_config
 from launch.plan import memory_bytes, print_plan
+from model.gpt import GPT
+from model.initialisation import initialise
 from tests.conftest import ROOT, python
 
 CONFIGS = sorted((ROOT / "configs").glob("**/*.yaml"))
@@ -57,6 +60,48 @@ def test_memory_by_the_zero_paper() -> None:
     extra = 2 * 7.5e9 / 64
     assert sums[2] - extra == pytest.approx(16.6e9, rel=0.01)
     assert sums[3] - extra == pytest.approx(1.9e9, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "{}",
+        "{qk_norm: true}",
+        "{kind: mla}",
+        "{kind: mla, qk_norm: true}",
+        "{kind: mla, mla: {q_latent_dim: 96, value_dim: 80}}",
+    ],
+)
+def test_activations_are_near_what_autograd_keeps(attention: str) -> None:
+    """In fp32 on CPU, where each norm keeps a value more of its input than the estimate counts."""
+    overrides = ["model.vocab_size=64", "model.num_kv_heads=4", f"model.attention={attention}"]
+    kept_bytes = []
+    for num_layers in (1, 3):
+        config = load_config(ROOT / "configs/debug.yaml", [*overrides, f"model.num_layers={num_layers}"])
+        model = GPT(config.model)
+        initialise(model, seed=0)
+        weights = {parameter.data_ptr() for parameter in model.parameters()}
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def keep(tensor: torch.Tensor, weights: set[int] = weights, storages: dict = storages) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage
+            return tensor
+
+        tokens = torch.zeros(config.train.micro_batch_size, config.model.max_seq_len, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(tokens, tokens)
+        kept_bytes.append(sum(storage.nbytes() for storage in storages.values()))
+    estimate = memory_bytes(model.num_parameters, config, stage=1, num_ranks=1)["activations"]
+    assert estimate == pytest.approx(3 / 2 * (kept_bytes[1] - kept_bytes[0]), rel=0.25)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_latent_attention_needs_one_key_only(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_plan(load_config(path, ["model.attention.kind=mla"]))
+    output = capsys.readouterr().out
+    assert all(kind in output for kind in ("query_up", "query_rope", "kv_down", "key_up", "key_rope"))
 
 
 def test_the_dry_run_imports_no_deepspeed_and_needs_no_data() -> None:

@@ -17,8 +17,11 @@ SMALL: dict[str, Any] = {"vocab_size": 61, "dim": 32, "num_layers": 2, "num_head
 def make_config() -> Callable[..., ModelConfig]:
     """A factory of small resolved configurations; keywords override keys."""
 
-    def factory(qk_norm: bool = False, **sizes: Any) -> ModelConfig:
-        return resolve_model(ModelConfig(**{**SMALL, **sizes}, attention={"qk_norm": qk_norm}))
+    def factory(
+        qk_norm: bool = False, kind: str = "mha", mla: dict[str, Any] | None = None, **sizes: Any
+    ) -> ModelConfig:
+        attention = {"kind": kind, "qk_norm": qk_norm, "mla": mla or {}}
+        return resolve_model(ModelConfig(**{**SMALL, **sizes}, attention=attention))
 
     return factory
 

@@ -11,9 +11,17 @@ def addmm_flops(sum_shape: torch.Size, left_shape: torch.Size, right_shape: torc
     return 2 * left_shape[0] * left_shape[1] * right_shape[1]
 
 
-@pytest.mark.parametrize("keys", [{}, {"num_kv_heads": 2, "head_dim": 10, "tie_embeddings": True, "qk_norm": True}])
-def test_counts_what_torch_counts(make_model, batch, keys):
-    """The counter sees every product that runs; the plain attention kernel computes all T x T scores."""
+@pytest.mark.parametrize(
+    ("keys", "query_key_dim", "value_dim"),
+    [
+        ({}, 8, 8),
+        ({"num_kv_heads": 2, "head_dim": 10, "tie_embeddings": True, "qk_norm": True}, 10, 10),
+        ({"kind": "mla"}, 8 + 4, 8),
+        ({"kind": "mla", "mla": {"q_latent_dim": 12, "value_dim": 20}, "qk_norm": True}, 8 + 4, 20),
+    ],
+)
+def test_counts_what_torch_counts(make_model, batch, keys, query_key_dim, value_dim):
+    """The counter sees every product that runs: all T x T scores, and heads padded to one width."""
     model = make_model(**keys)
     B, T = batch[0].shape
     # The counter knows addmm but not its in-place form, which accumulates the head's gradient.
@@ -22,12 +30,11 @@ def test_counts_what_torch_counts(make_model, batch, keys):
         model(*batch)[0].backward()
 
     config = model.config
-    width_of_heads = config.num_layers * config.num_heads * config.head_dim
+    per_head_and_position = 6 * config.num_layers * config.num_heads
     visible_positions = sum(range(1, T + 1)) / T
-    attention_per_position = 12 * width_of_heads
-    causal = flops_per_token(config, T)
-    unmasked = causal + attention_per_position * (T - visible_positions)
-    assert counter.get_total_flops() == B * T * unmasked
+    causal_attention = per_head_and_position * (query_key_dim + value_dim) * visible_positions
+    padded_attention = per_head_and_position * 2 * max(query_key_dim, value_dim) * T
+    assert counter.get_total_flops() == B * T * (flops_per_token(config, T) - causal_attention + padded_attention)
 
 
 def test_known_model(make_config):

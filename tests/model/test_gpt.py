@@ -31,6 +31,9 @@ HF_NAMES = {
 }
 
 
+MLA = {"kind": "mla", "mla": {"q_latent_dim": 12, "value_dim": 6}}
+
+
 def hf_name(name: str) -> str:
     return ".".join(HF_NAMES.get(part, part) for part in name.split("."))
 
@@ -109,9 +112,11 @@ def loss_and_gradients(model: GPT, batch: tuple) -> tuple[torch.Tensor, dict[str
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activation_checkpointing_changes_nothing(make_model, batch, dtype):
-    plain = make_model(qk_norm=True, tie_embeddings=True).to(dtype)
-    checkpointed = make_model(qk_norm=True, tie_embeddings=True, activation_checkpointing=True).to(dtype)
+@pytest.mark.parametrize("keys", [{}, MLA], ids=["mha", "mla"])
+def test_activation_checkpointing_changes_nothing(make_model, batch, dtype, keys):
+    keys = {**keys, "qk_norm": True, "tie_embeddings": True}
+    plain = make_model(**keys).to(dtype)
+    checkpointed = make_model(**keys, activation_checkpointing=True).to(dtype)
     calls = []
     checkpointed.blocks[0].attention.register_forward_hook(lambda *_: calls.append(1))
     loss, gradients = loss_and_gradients(plain, batch)
@@ -123,10 +128,14 @@ def test_activation_checkpointing_changes_nothing(make_model, batch, dtype):
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_compiled_blocks_give_the_same(make_model, batch, activation_checkpointing):
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"activation_checkpointing": True}, {**MLA, "activation_checkpointing": True}],
+    ids=["mha", "mha checkpointed", "mla checkpointed"],
+)
+def test_compiled_blocks_give_the_same(make_model, batch, keys):
     """Slow: the compiler takes 30 s without its cache."""
-    model = make_model(activation_checkpointing=activation_checkpointing)
+    model = make_model(**keys)
     loss, gradients = loss_and_gradients(model, batch)
     torch.compiler.reset()
     counters.clear()
@@ -139,7 +148,9 @@ def test_compiled_blocks_give_the_same(make_model, batch, activation_checkpointi
 
 
 @pytest.mark.parametrize("mode", ["autocast", "bf16"])
-@pytest.mark.parametrize("keys", [{"qk_norm": True, "num_kv_heads": 2}, {"tie_embeddings": True}])
+@pytest.mark.parametrize(
+    "keys", [{"qk_norm": True, "num_kv_heads": 2}, {"tie_embeddings": True}, MLA, {**MLA, "qk_norm": True}]
+)
 def test_bf16_is_near_fp32(make_model, batch, mode, keys):
     model = make_model(**keys)
     loss, gradients = loss_and_gradients(model, batch)
@@ -154,8 +165,9 @@ def test_bf16_is_near_fp32(make_model, batch, mode, keys):
         assert (bf16_gradients[name] - gradient).norm() < 0.06 * gradient.norm(), name
 
 
-def test_later_tokens_do_not_matter(make_model, batch):
-    model, tokens_BT = make_model(num_kv_heads=2), batch[0]
+@pytest.mark.parametrize("keys", [{"num_kv_heads": 2}, MLA], ids=["gqa", "mla"])
+def test_later_tokens_do_not_matter(make_model, batch, keys):
+    model, tokens_BT = make_model(**keys), batch[0]
     changed_BT = tokens_BT.clone()
     changed_BT[:, 20:] = (changed_BT[:, 20:] + 1) % 61
     with torch.no_grad():
@@ -186,9 +198,10 @@ def test_no_gradients_for_evaluation(make_model, batch):
     torch.testing.assert_close(sums[0], model(*batch)[0].detach())
 
 
+@pytest.mark.parametrize("keys", [{}, {**MLA, "qk_norm": True}], ids=["mha", "mla"])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_meta_construction_then_materialisation(make_config, make_model, batch, tie_embeddings):
-    config = make_config(tie_embeddings=tie_embeddings)
+def test_meta_construction_then_materialisation(make_config, make_model, batch, tie_embeddings, keys):
+    config = make_config(tie_embeddings=tie_embeddings, **keys)
     with torch.device("meta"):
         model = GPT(config)
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -5,6 +5,15 @@ from torch import nn
 from model.gpt import GPT
 from model.parameters import Kind, ParameterSpec, collect_specs
 
+LATENT_MATRICES = {
+    Kind.QUERY_DOWN,
+    Kind.QUERY_UP,
+    Kind.QUERY_ROPE,
+    Kind.KV_DOWN,
+    Kind.KEY_UP,
+    Kind.KEY_ROPE,
+}
+
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
@@ -44,9 +53,11 @@ def test_roles_decide_decay_and_query_key():
         Kind.FFN_IN,
         Kind.FFN_OUT,
         Kind.HEAD,
+        *LATENT_MATRICES,
     }
     query_key = {kind for kind in Kind if ParameterSpec(kind).is_query_key}
-    assert query_key == {Kind.QUERY, Kind.KEY, Kind.QK_NORM_GAIN}
+    gains = {Kind.QK_NORM_GAIN, Kind.QUERY_LATENT_GAIN, Kind.KV_LATENT_GAIN}
+    assert query_key == {Kind.QUERY, Kind.KEY, *LATENT_MATRICES, *gains}
 
 
 class Declared(nn.Module):

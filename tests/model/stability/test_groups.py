@@ -21,6 +21,18 @@ def test_groups_partition_the_parameters(make_model):
     assert "embedding.weight" in groups[GroupName.NO_DECAY]
 
 
+def test_groups_of_latent_attention(make_model):
+    """Values are not queries or keys, but the latents' gains are, and do not decay."""
+    model = make_model(kind="mla", num_layers=1, mla={"q_latent_dim": 12})
+    groups = group_names(collect_specs(model))
+    prefix = "blocks.0.attention."
+    matrices = ("query_down", "query_up", "query_rope", "kv_down", "key_up", "key_rope")
+    assert groups[GroupName.QUERY_KEY] == [f"{prefix}{matrix}.weight" for matrix in matrices]
+    gains = ("query_latent_norm", "kv_latent_norm")
+    assert groups[GroupName.QUERY_KEY_NO_DECAY] == [f"{prefix}{gain}.weight" for gain in gains]
+    assert {f"{prefix}value_up.weight", f"{prefix}output.weight"} <= set(groups[GroupName.DECAY])
+
+
 def test_a_tied_head_does_not_decay(make_model):
     groups = group_names(collect_specs(make_model(tie_embeddings=True)))
     assert "embedding.weight" in groups[GroupName.NO_DECAY]

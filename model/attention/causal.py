@@ -1,0 +1,47 @@
+"""Causal softmax attention by a fused kernel.
+
+Shapes: B batch, T queries, S visible positions, H query heads, G key/value heads, K query/key width, V value width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
+    """(T, S): whether a query sees a key, where the queries are the last T of S positions."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
+
+
+def causal_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor) -> Tensor:
+    """softmax(q kᵀ / sqrt(K)) v where the queries are the last T of S positions and G divides H.
+
+    Returns (B, H, T, V).
+    """
+    T, S, K, V = q_BHTK.shape[2], k_BGSK.shape[2], q_BHTK.shape[3], v_BGSV.shape[3]
+    num_queries_per_key = q_BHTK.shape[1] // k_BGSK.shape[1]
+    is_grouped = num_queries_per_key > 1
+    if is_grouped and q_BHTK.is_cuda and q_BHTK.dtype == torch.float32:
+        # No fused fp32 CUDA kernel shares key heads; without this, SDPA would build the T x S matrix.
+        k_BGSK = k_BGSK.repeat_interleave(num_queries_per_key, dim=1)
+        v_BGSV = v_BGSV.repeat_interleave(num_queries_per_key, dim=1)
+        is_grouped = False
+    if K != V:
+        # Flash kernels want one width, and SDPA would build the T x S matrix. Zeros change neither scores nor sums.
+        q_BHTK, k_BGSK = _pad_width(q_BHTK, V), _pad_width(k_BGSK, V)
+        v_BGSV = _pad_width(v_BGSV, K)
+    # SDPA's own causal mask is only right without cached positions, and a single query needs no mask.
+    is_causal = T == S
+    mask_TS = causal_mask(T, S, q_BHTK.device) if 1 < T < S else None
+    out_BHTV = F.scaled_dot_product_attention(
+        q_BHTK, k_BGSK, v_BGSV, attn_mask=mask_TS, is_causal=is_causal, scale=K**-0.5, enable_gqa=is_grouped
+    )
+    return out_BHTV[..., :V]
+
+
+def _pad_width(x: Tensor, width: int) -> Tensor:
+    """Zeros behind the last dimension, up to at least `width`."""
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing > 0 else x
