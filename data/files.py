@@ -17,9 +17,9 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names inside `folder` survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file's content, or the names inside a folder, survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -34,4 +34,4 @@ def write_file(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync_folder(path.parent)
+    sync(path.parent)

@@ -21,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from data.errors import DataError
-from data.files import sync_folder
+from data.files import sync
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -175,7 +175,7 @@ class IndexedShardWriter:
             _flush_and_close(file)
         self._bin_temporary.replace(bin_path(self.prefix))
         self._idx_temporary.replace(idx_path(self.prefix))
-        sync_folder(self.prefix.parent)
+        sync(self.prefix.parent)
 
     def abort(self) -> None:
         """Remove the unfinished files."""

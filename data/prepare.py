@@ -7,7 +7,6 @@ Everything is made in OUTPUT.partial, which takes its final name when it is comp
 finished. The result does not depend on the number of workers.
 """
 
-import argparse
 import fcntl
 import os
 import shutil
@@ -26,7 +25,7 @@ from data.command_line import ArgumentParser, Progress, run_command
 from data.documents import clean_documents
 from data.encode import encode_documents
 from data.errors import DataError
-from data.files import hash_file, sync_folder
+from data.files import hash_file, sync
 from data.indexed import token_dtype
 from data.manifest import MANIFEST_NAME, Manifest, pad_vocab_size
 from data.readers import DOCUMENT_UNITS, ReadOptions, find_input_files
@@ -197,13 +196,13 @@ def _partial_folder(output: Path) -> Iterator[Path]:
 
 def _publish(folder: Path, output: Path) -> None:
     """Give the finished folder its name, replacing an older output."""
-    sync_folder(folder)
+    sync(folder)
     replaced = folder.with_suffix(".replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if output.exists():
         output.replace(replaced)
     folder.replace(output)
-    sync_folder(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -289,7 +288,6 @@ def _parse_arguments(arguments: list[str] | None) -> Options:
     parser = ArgumentParser(
         prog="python -m data.prepare",
         description="Turn text and JSONL files into token shards: OUTPUT/train and OUTPUT/val.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
         "--input",
@@ -302,17 +300,38 @@ def _parse_arguments(arguments: list[str] | None) -> Options:
     parser.add_argument("--tokenizer", type=Path, metavar="FILE.model", help="SentencePiece model; else one is trained")
     parser.add_argument("--train-tokenizer", choices=MODEL_TYPES, help="kind of tokenizer to train (default: unigram)")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="pieces of a trained tokenizer (default: 8192)")
-    parser.add_argument("--text-key", default="text", metavar="KEY", help="key of the text in a JSONL line")
     parser.add_argument(
-        "--document-per", choices=DOCUMENT_UNITS, default="file", help="what is a document in a text file"
+        "--text-key", default="text", metavar="KEY", help="key of the text in a JSONL line (default: %(default)s)"
     )
     parser.add_argument(
-        "--val-fraction", type=float, default=0.02, metavar="F", help="share of documents for validation"
+        "--document-per",
+        choices=DOCUMENT_UNITS,
+        default="file",
+        help="what is a document in a text file (default: %(default)s)",
     )
-    parser.add_argument("--shard-tokens", type=int, default=1_000_000_000, metavar="N", help="most tokens of a shard")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of validation documents")
     parser.add_argument(
-        "--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="tokenizing processes"
+        "--val-fraction",
+        type=float,
+        default=0.02,
+        metavar="F",
+        help="share of documents for validation (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shard-tokens",
+        type=int,
+        default=1_000_000_000,
+        metavar="N",
+        help="most tokens of a shard (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the choice of validation documents (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="tokenizing processes (default: %(default)s)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     given = parser.parse_args(arguments)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from configs.load import to_yaml
 from configs.schema import CheckpointConfig, Config
+from data.files import sync, write_file
 from launch.checkpoint_files import (
     ASIDE_SUFFIX,
     CONFIG,
@@ -37,7 +38,6 @@ from launch.checkpoint_files import (
 from launch.collective import on_all_ranks, on_main_rank, share
 from launch.engine import Engine
 from launch.errors import RunError, SharedError
-from launch.files import sync, write_atomically
 from launch.shards import Shard
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def _write_files(
         raise OSError(f"{paths[0]}: {error}") from None
     if engine.rank == 0:
         write_state(folder, state)
-        write_atomically(folder / CONFIG, to_yaml(config))
+        write_file(folder / CONFIG, to_yaml(config).encode())
         paths += [folder / STATE, folder / CONFIG]
         if tokenizer is not None and state.tokenizer_file is not None:
             shutil.copyfile(tokenizer, folder / state.tokenizer_file)
@@ -143,7 +143,7 @@ def optimizer_scalars(engine: Engine) -> dict[str, float]:
 
 
 def _commit(partial: Path, final: Path, files: dict[str, Any]) -> None:
-    write_atomically(partial / MANIFEST, json.dumps({"files": files}, indent=1))
+    write_file(partial / MANIFEST, json.dumps({"files": files}, indent=1).encode())
     faults = find_faults(partial, check_hashes=False)
     if faults:
         raise RunError("; ".join(faults))

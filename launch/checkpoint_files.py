@@ -24,14 +24,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from configs.load import load_config
 from configs.schema import Config
+from data.files import hash_file, write_file
 from launch.errors import RunError
-from launch.files import write_atomically
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -41,7 +40,6 @@ MASTER = "master"
 PARTIAL_SUFFIX = ".partial"
 ASIDE_SUFFIX = ".superseded"
 _NAME = re.compile(r"^step_(\d{8,})$")
-_HASH_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -110,11 +108,7 @@ def find_checkpoint(path: Path) -> Path:
 
 def file_entry(path: Path) -> dict[str, Any]:
     """Size and xxh3 hash of a file, as the manifest lists them."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as stream:
-        while chunk := stream.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return {"bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "xxh3_128": hash_file(path)}
 
 
 def find_faults(checkpoint: Path, part: int = 0, num_parts: int = 1, check_hashes: bool = True) -> list[str]:
@@ -170,7 +164,7 @@ def read_state(checkpoint: Path) -> TrainingState:
 
 def write_state(checkpoint: Path, state: TrainingState) -> None:
     """Writes state.json and forces it to the disk."""
-    write_atomically(checkpoint / STATE, json.dumps(asdict(state), indent=1))
+    write_file(checkpoint / STATE, json.dumps(asdict(state), indent=1).encode())
 
 
 def read_config(checkpoint: Path) -> Config:

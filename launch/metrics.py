@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from configs.load import to_yaml
 from configs.schema import Config
+from data.files import write_file
 from launch.engine import StepReport
-from launch.files import write_atomically
 from launch.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def drop_records_after(path: Path, step: int) -> None:
         return
     lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
     kept = [line for line in lines if (found := _step_of(line)) is not None and found <= step]
-    write_atomically(path, "".join(line + "\n" for line in kept))
+    write_file(path, "".join(line + "\n" for line in kept).encode())
 
 
 def _step_of(line: str) -> int | None:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import ConfigError
-from configs.load import differences, read_yaml, to_yaml
+from configs.load import differences, load_config, to_yaml
 from configs.schema import Config
+from data.files import write_file
 from launch.checkpoint_files import CONFIG, list_checkpoints
 from launch.errors import RunError
-from launch.files import write_atomically
 
 # A resumed run must have the same model and the same order of the same data; all else may change, and the configuration
 # wins. A source may move to another path: its content is compared with the checkpoint's fingerprint.
@@ -149,11 +149,10 @@ def previous_configuration(folder: RunFolder) -> dict[str, Any]:
     """
     for path in (folder.config, *(path / CONFIG for _, path in reversed(list_checkpoints(folder.checkpoints)))):
         try:
-            tree = read_yaml(path)
+            # Through the schema, so that keys which came with a newer version have their defaults.
+            return load_config(path).model_dump(mode="json")
         except ConfigError:
             continue
-        if tree:
-            return tree
     return {}
 
 
@@ -176,7 +175,7 @@ def begin_run(folder: RunFolder, config: Config) -> list[str]:
         One line for every key whose value changed since the run was last started.
     """
     old, new = previous_configuration(folder), config.model_dump(mode="json")
-    write_atomically(folder.config, to_yaml(config))
+    write_file(folder.config, to_yaml(config).encode())
     folder.done.unlink(missing_ok=True)
     changes = differences(old, new) if old else ()
     return [f"{key}: {before} -> {after}" for key, before, after in changes if key not in _UNIMPORTANT_KEYS]
@@ -192,11 +191,11 @@ def finished_step(folder: RunFolder) -> int | None:
 
 def mark_done(folder: RunFolder, step: int, loss: float) -> None:
     """Writes the completion marker. For rank 0, after the last checkpoint."""
-    write_atomically(folder.done, json.dumps({"step": step, "loss": loss}))
+    write_file(folder.done, json.dumps({"step": step, "loss": loss}).encode())
 
 
 def _is_own(name: str) -> bool:
-    return name in _OWN_NAMES or (name.startswith("rank_") and name.endswith(".log")) or name.startswith(".")
+    return name in _OWN_NAMES or (name.startswith("rank_") and name.endswith(".log")) or name.endswith(".tmp")
 
 
 def _without_source_paths(tree: dict[str, Any]) -> dict[str, Any]:

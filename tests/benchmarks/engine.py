@@ -109,7 +109,9 @@ def measure_training(args: argparse.Namespace, folder: Path) -> None:
         batches = [next(loader) for _ in range(args.rounds + 1)]
 
     engines = {
-        f"engine, ZeRO stage {stage}": EngineLoop(with_stage(config, stage), data, topology, device) for stage in (0, 1)
+        f"engine, ZeRO stage {stage}, {policy}": EngineLoop(variant(config, stage, policy), data, topology, device)
+        for stage in (0, 1)
+        for policy in ("none", "quack")
     }
     bare = BareLoop(config, batches, device)
     llama = LlamaLoop(config, batches)
@@ -157,9 +159,14 @@ def write_config(args: argparse.Namespace, folder: Path) -> Config:
     return load_config(path)
 
 
-def with_stage(config: Config, stage: int) -> Config:
-    """The configuration at another ZeRO stage."""
-    return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update={"zero_stage": stage})})
+def variant(config: Config, stage: int, policy: str) -> Config:
+    """The configuration at another ZeRO stage and with another query/key policy."""
+    return config.model_copy(
+        update={
+            "deepspeed": config.deepspeed.model_copy(update={"zero_stage": stage}),
+            "qk_control": config.qk_control.model_copy(update={"policy": policy}),
+        }
+    )
 
 
 def alternate(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, list[float]]:
