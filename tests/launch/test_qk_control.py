@@ -21,10 +21,14 @@ from data.loader import BatchGeometry, StepLoader
 from data.order import SampleOrder
 from data.source import TokenSource
 from launch.checkpoint_files import CheckpointReader, read_state
+from launch.errors import RunError
+from launch.qk_control import QueryKeyControl
 from launch.schedule import learning_rate
+from launch.shards import Shard
 from model.gpt import GPT
 from model.initialisation import initialise
-from model.parameters import collect_specs
+from model.parameters import Kind, collect_specs
+from model.stability.layers import HeadLayout
 from tests.conftest import VOCAB_SIZE, read_metrics
 
 NUM_STEPS = 5
@@ -245,3 +249,54 @@ def test_initial_norms_survive_a_stop_and_other_ranks(tiny_config: Path, tmp_pat
         for name in ("parts", "whole")
     ]
     assert states[0] == states[1]
+
+
+def test_a_head_that_starts_at_zero_is_refused() -> None:
+    weights = {"q": torch.ones(4, 3), "k": torch.cat([torch.ones(2, 3), torch.zeros(2, 3)])}
+    shards = [Shard(name, (4, 3), 0, 12, weight, 0, True) for name, weight in weights.items()]
+    layouts = {Kind.QUERY: HeadLayout(("q",), 2, 6), Kind.KEY: HeadLayout(("k",), 2, 6)}
+    control = QueryKeyControl(layouts, shards, has_qk_norm=False, max_ratio=None, is_replicated=True)
+    with pytest.raises(RunError, match="head 1 of k is zero"):
+        control.prepare()
+
+
+def test_given_the_same_step_each_head_is_exact_on_any_cut() -> None:
+    """Pieces that cut heads anywhere change as whole matrices do, to 1e-6 a head."""
+    generator = torch.Generator().manual_seed(0)
+    start = {name: torch.randn(20, 7, generator=generator) for name in ("q", "k")}
+    grown = {name: weight * (1 + torch.rand(20, 1, generator=generator)) for name, weight in start.items()}
+    step = {name: 0.1 * torch.randn(20, 7, generator=generator) for name in ("q", "k")}
+    layouts = {Kind.QUERY: HeadLayout(("q",), 4, 35), Kind.KEY: HeadLayout(("k",), 2, 70)}
+    norms = {
+        moment: {
+            kind: table[layout.names[0]].view(layout.num_heads, -1).norm(dim=1) for kind, layout in layouts.items()
+        }
+        for moment, table in (("start", start), ("grown", grown))
+    }
+    for cut in (0, 1, 34, 35, 77, 139):
+        # Two ranks' pieces within one process: the flat tensor of each holds both matrices' parts.
+        flats = {name: grown[name].flatten().clone() for name in grown}
+        pieces = [
+            Shard(name, (20, 7), first, last, flats[name], first, True)
+            for name in flats
+            for first, last in ((0, cut), (cut, 140))
+            if first < last
+        ]
+        control = QueryKeyControl(layouts, pieces, has_qk_norm=False, max_ratio=None, is_replicated=True)
+        control.load_state({kind.value: [values.tolist()] for kind, values in norms["start"].items()})
+        control.prepare()
+        control.before_base_step(list(flats.values()))
+        for name, flat in flats.items():
+            flat += step[name].flatten()
+        control.after_base_step(list(flats.values()))
+        ratios = {
+            "q": norms["start"][Kind.KEY].repeat_interleave(2) / norms["grown"][Kind.KEY].repeat_interleave(2),
+            "k": norms["start"][Kind.QUERY].view(2, 2).amax(1) / norms["grown"][Kind.QUERY].view(2, 2).amax(1),
+        }
+        for name, flat in flats.items():
+            heads = len(ratios[name])
+            expected = (
+                grown[name].double().view(heads, -1) + ratios[name][:, None] * step[name].view(heads, -1)
+            ).float()
+            error = (flat.view(heads, -1) - expected).norm(dim=1) / expected.norm(dim=1)
+            assert error.max() <= 1e-6, (cut, name)
