@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from configs.errors import ConfigError
 from configs.load import load_config
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 finished, 75 stopped on request after a checkpoint, 1 failed, 2 wrong usage."""
+    """Exit codes: 0 finished, 75 stopped on request after a checkpoint, 1 failed, 2 wrong usage."""
     options = parse_arguments(arguments)
     is_main = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     try:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print_plan(config)
             return EXIT_DONE
-        return train(config, detect_topology(os.environ, options.local_rank))
+        train(config, detect_topology(os.environ, options.local_rank))
     except ConfigError as error:
         report(str(error), when=is_main)
         return EXIT_USAGE
@@ -54,12 +54,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def train(config: Config, topology: Topology) -> int:
-    """Joins the other ranks, runs, and leaves. Returns the exit code."""
+def train(config: Config, topology: Topology) -> NoReturn:
+    """Joins the other ranks, runs, and ends the process together with them; returns only by an exception."""
     import torch
 
     from launch.collective import is_lost_contact
-    from launch.engine import start_distributed, stop_distributed
+    from launch.engine import leave, start_distributed
     from launch.logs import start_screen_log
 
     start_screen_log(topology.is_main)
@@ -74,8 +74,7 @@ def train(config: Config, topology: Topology) -> int:
             first_line = str(error).splitlines()[0]
             raise RunError(f"lost contact with another rank, whose message tells why ({first_line})") from None
         raise
-    stop_distributed()
-    return exit_code
+    leave(exit_code)
 
 
 def run(config: Config, topology: Topology, device: torch.device) -> int:

@@ -12,11 +12,12 @@ import logging
 import math
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import psutil
@@ -188,10 +189,19 @@ def _seed_everything(seed: int, deterministic: bool) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def stop_distributed() -> None:
-    """Leaves the process group."""
-    if dist.is_initialized():
+def leave(exit_code: int) -> NoReturn:
+    """Waits for the other ranks and ends the process at once.
+
+    The interpreter's own shutdown tears down gloo's threads and DeepSpeed's groups in an order that now and then aborts
+    a process whose run is finished, and a launcher would report that as a failure.
+    """
+    dist.barrier()
+    if dist.get_backend() == "nccl":
         dist.destroy_process_group()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def import_deepspeed(device: torch.device) -> Any:

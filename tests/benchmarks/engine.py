@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from configs.load import load_config
 from configs.schema import Config
 from data.loader import StepBatch
-from launch.engine import start_distributed, stop_distributed
+from launch.engine import start_distributed
 from launch.topology import detect_topology
 from launch.training_data import batch_geometry, open_data, training_batches
 from tests.benchmarks.common import (
@@ -122,7 +122,7 @@ def measure_training(args: argparse.Namespace, folder: Path) -> None:
         loop.close()
     losses = {name: loop.reports[-1].loss for name, loop in engines.items()}
     losses |= {BARE: float(bare.losses[-1]), LLAMA: float(llama.losses[-1])}
-    stop_distributed()
+    torch.distributed.destroy_process_group()
 
     print(
         f"fp32, {torch.get_num_threads()} thread(s), {config.train.global_batch_tokens:,} tokens a step in "

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
 from configs.schema import Config
-from launch.engine import start_distributed, stop_distributed
+from launch.engine import start_distributed
 from launch.hardware import device_peak_flops
 from launch.plan import ASSUMED_VOCAB_SIZE
 from launch.topology import detect_topology
@@ -346,7 +346,7 @@ class Loops:
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-        stop_distributed()
+        torch.distributed.destroy_process_group()
 
 
 def measure_resume(dry: bool, deadline: float) -> Results:

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
-from launch.engine import start_distributed, stop_distributed
+from launch.engine import leave, start_distributed
 from launch.logs import start_screen_log
 from launch.topology import detect_topology
 from train import run
@@ -33,7 +33,7 @@ def main(cases_path: str) -> None:
         except (ValueError, RuntimeError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
     Path(f"{cases_path}.rank_{topology.rank}").write_text(json.dumps(outcomes))
-    stop_distributed()
+    leave(0)
 
 
 if __name__ == "__main__":
