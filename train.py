@@ -56,24 +56,20 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def train(config: Config, topology: Topology) -> NoReturn:
     """Joins the other ranks, runs, and ends the process together with them; returns only by an exception."""
-    import torch
-
-    from launch.collective import is_lost_contact
     from launch.engine import leave, start_distributed
-    from launch.logs import start_screen_log
+    from launch.failures import explain
+    from launch.logs import record_failure, start_screen_log
 
     start_screen_log(topology.is_main)
     device = start_distributed(topology, config)
     try:
         exit_code = run(config, topology, device)
-    except torch.OutOfMemoryError as error:
-        advice = "lower train.micro_batch_size, or set train.activation_checkpointing or a higher deepspeed.zero_stage"
-        raise RunError(f"out of GPU memory; {advice} ({str(error).splitlines()[0]})") from None
-    except RuntimeError as error:
-        if not isinstance(error, RunError) and is_lost_contact(error):
-            first_line = str(error).splitlines()[0]
-            raise RunError(f"lost contact with another rank, whose message tells why ({first_line})") from None
-        raise
+    except Exception as error:
+        explained = explain(error)
+        record_failure(explained)
+        if explained is error:
+            raise
+        raise explained from None
     leave(exit_code)
 
 

@@ -9,6 +9,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from configs.errors import ConfigError
+from data.errors import DataError
+from launch.errors import RunError
+
+EXPECTED_FAILURES = (ConfigError, DataError, RunError, OSError)
+
 
 class _ScreenHandler(logging.Handler):
     """Prints above a progress bar, if one is shown."""
@@ -50,3 +56,16 @@ def start_file_log(path: Path) -> None:
     handler = _FileHandler(path, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("launch").addHandler(handler)
+
+
+def record_failure(error: Exception) -> None:
+    """Writes what ends the run into this rank's file: a line, and for a fault of the program's own the stack as well.
+
+    The screen gets it from the entry script.
+    """
+    stack = None if isinstance(error, EXPECTED_FAILURES) else (type(error), error, error.__traceback__)
+    name = logging.getLogger(__name__).name
+    record = logging.LogRecord(name, logging.ERROR, __file__, 0, "the run ended: %s", (error,), stack)
+    for handler in logging.getLogger("launch").handlers:
+        if isinstance(handler, _FileHandler):
+            handler.handle(record)

@@ -30,6 +30,7 @@ def names(path: Path) -> str:
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.parts[-2] != "launch"], ids=names)
 def test_only_launch_knows_ranks(path: Path) -> None:
     assert not [name for name in imported_modules(path) if name.startswith("torch.distributed")]
+    assert "torch.distributed" not in path.read_text()  # nor as an attribute of torch
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=names)

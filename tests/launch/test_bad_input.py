@@ -221,6 +221,7 @@ def test_a_non_finite_loss_stops_with_step_rank_and_checkpoint(run_copy: tuple[P
     assert "non-finite loss at step" in error
     assert "on rank 0" in error
     assert f"the last good checkpoint is {folder}/checkpoints/step_0000000" in error
+    assert f"the run ended: {error.removeprefix('error: ')}" in (folder / "log.txt").read_text()
     assert all(record["loss"] < float("inf") for record in read_metrics(folder))
 
 
@@ -379,9 +380,23 @@ def test_a_bad_token_on_one_rank_leaves_no_traceback_on_the_other(tiny_config: P
     finished = finish(start(command))
     assert finished.code != 0
     assert "error: rank 1: " in finished.errors
+    assert "bad.bin: token" in (tmp_path / "runs/tiny/rank_1.log").read_text()
     assert "bad.bin: token" in finished.errors
     # torchrun itself prints a traceback after the ranks' own lines.
     assert (
         "lost contact with another rank, whose message tells why" in finished.errors or "rank 0" not in finished.errors
     )
     assert finished.errors.count("Traceback") == 1
+
+
+def test_a_fault_of_the_programs_own_leaves_its_stack_in_the_log(tiny_config: Path, tmp_path: Path) -> None:
+    script = (
+        "import runpy, sys; import launch.trainer; launch.trainer.group_rates = lambda *arguments: 1 / 0; "
+        "sys.argv = ['train.py', *sys.argv[1:]]; runpy.run_path('train.py', run_name='__main__')"
+    )
+    finished = python("-c", script, tiny_config)
+    assert finished.code == 1
+    assert "ZeroDivisionError" in finished.errors
+    text = (tmp_path / "runs/tiny/log.txt").read_text()
+    assert "the run ended: division by zero" in text
+    assert "Traceback" in text
