@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import Config, MlaConfig, ModelConfig
+from configs.schema import Config, ModelConfig, Section
 
 # Keys of the DeepSpeed file that the schema generates, and the key that a user sets instead.
 OWNED_BY_SCHEMA = {
@@ -74,6 +74,7 @@ def find_problems(config: Config) -> Iterator[Problem]:
     yield from _model_problems(config)
     yield from _batch_problems(config)
     yield from _step_problems(config)
+    yield from _control_problems(config)
     yield from _run_problems(config)
     yield from override_problems(config.deepspeed.overrides)
 
@@ -104,13 +105,9 @@ def _mha_problems(model: ModelConfig) -> Iterator[Problem]:
             ("model.head_dim", "model.dim", "model.num_heads"),
             f"{head_dim:.0f} is odd; rotary positions turn pairs of values, so the width of a head must be even",
         )
-    default = MlaConfig()
-    for key in MlaConfig.model_fields:
-        if getattr(model.attention.mla, key) != getattr(default, key):
-            yield Problem(
-                (f"model.attention.mla.{key}", "model.attention.kind"),
-                "is only for latent attention; set model.attention.kind=mla, or leave it out",
-            )
+    yield from _unused_keys(
+        "model.attention.mla", model.attention.mla, "model.attention.kind", "mla", model.attention.kind
+    )
 
 
 def _mla_problems(model: ModelConfig) -> Iterator[Problem]:
@@ -158,6 +155,33 @@ def _step_problems(config: Config) -> Iterator[Problem]:
             f"steps {train.profile.start_step} to {train.profile.start_step + train.profile.steps} "
             f"are not all before the last step {train.stop_step or train.steps}",
         )
+
+
+def _control_problems(config: Config) -> Iterator[Problem]:
+    control, optim = config.qk_control, config.optim
+    if control.clip_threshold is not None and config.model.attention.qk_norm:
+        yield Problem(
+            ("qk_control.clip_threshold", "model.attention.qk_norm"),
+            "shrinks weights whose size model.attention.qk_norm takes away again; set only one of them",
+        )
+    if control.policy == "adaptive" and not control.adaptive.min_alpha <= control.alpha <= 1:
+        yield Problem(
+            ("qk_control.alpha", "qk_control.adaptive.min_alpha"),
+            f"{control.alpha} is where `adaptive` starts; expected between qk_control.adaptive.min_alpha="
+            f"{control.adaptive.min_alpha} and 1",
+        )
+    yield from _unused_keys("qk_control.adaptive", control.adaptive, "qk_control.policy", "adaptive", control.policy)
+    yield from _unused_keys("optim.muon", optim.muon, "optim.name", "muon", optim.name)
+
+
+def _unused_keys(prefix: str, section: Section, chooser: str, wanted: str, chosen: str) -> Iterator[Problem]:
+    """Keys of a section that were changed although another choice makes them idle."""
+    if chosen == wanted:
+        return
+    default = type(section)()
+    for key in type(section).model_fields:
+        if getattr(section, key) != getattr(default, key):
+            yield Problem((f"{prefix}.{key}", chooser), f"is only for {chooser}={wanted}; set that, or leave this out")
 
 
 def _run_problems(config: Config) -> Iterator[Problem]:

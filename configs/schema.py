@@ -78,6 +78,14 @@ class AttentionConfig(Section):
         description="RMSNorm with a learned gain on every query and key head (Qwen3), with `mla` over both parts of"
         " a head together",
     )
+    softcap: float | None = Field(
+        None, gt=0, description="attention logits s become softcap tanh(s / softcap) (Gemma 2); null: off"
+    )
+    ssmax: bool = Field(
+        False, description="queries times a learned s of the head and log(visible keys) (Scalable-Softmax)"
+    )
+    sink: bool = Field(False, description="a learned logit of every head that takes weight without a value")
+    gated: bool = Field(False, description="attention outputs times sigmoid(x W) before the output matrix")
     mla: MlaConfig = Field(default_factory=MlaConfig)
 
 
@@ -105,22 +113,57 @@ class ModelConfig(Section):
     attention: AttentionConfig = Field(default_factory=AttentionConfig)
 
 
+class AdaptiveConfig(Section):
+    """The controller of `qk_control.policy: adaptive`; see docs/stability.md."""
+
+    every_steps: int = Field(10, ge=1, description="steps between two measurements of the logits' drift")
+    target: float | None = Field(
+        None,
+        gt=0,
+        description="RMS change of the logits a step at the peak rate; null: the median of the first ten measurements"
+        " after the warm-up",
+    )
+    exponent: float = Field(0.5, gt=0, le=1, description="how fast: alpha is multiplied by (target / drift)^exponent")
+    min_alpha: float = Field(1e-3, gt=0, le=1, description="smallest alpha of a layer; the largest is 1")
+
+
 class QkControlConfig(Section):
     """The learning rate of the query/key weights."""
 
-    policy: Literal["none", "constant", "quack"] = Field(
+    policy: Literal["none", "constant", "quack", "adaptive"] = Field(
         "none",
         description="`none`: the base rate everywhere; `constant`: alpha times the base rate for query/key weights;"
-        " `quack`: that, and each head's step falls as the weights grow that it is multiplied with",
+        " `quack`: that, and each head's step falls as the weights grow that it is multiplied with; `adaptive`: alpha"
+        " of each layer follows the measured drift of its logits",
     )
-    alpha: float = Field(0.1, gt=0, description="factor of the query/key learning rate (unused by `none`)")
+    alpha: float = Field(
+        0.1, gt=0, description="factor of the query/key learning rate (unused by `none`; where `adaptive` starts)"
+    )
     max_ratio: float | None = Field(None, gt=0, description="cap of `quack`'s per-head ratios; null: none")
+    clip_threshold: float | None = Field(
+        None,
+        gt=0,
+        description="QK-Clip: after a step with a larger attention logit, the head's query/key weights shrink to bring"
+        " it back; null: off",
+    )
+    adaptive: AdaptiveConfig = Field(default_factory=AdaptiveConfig)
+
+
+class MuonConfig(Section):
+    """Muon for the hidden matrices; embeddings, gains and the output head have AdamW."""
+
+    momentum: float = Field(0.95, ge=0, lt=1, description="Nesterov momentum of the gradient")
+    newton_schulz_steps: int = Field(5, ge=1, description="iterations of the orthogonalisation")
+    per_head: bool = Field(False, description="orthogonalise each head of a query/key matrix on its own")
+    adamw_lr: float | None = Field(
+        None, gt=0, description="peak rate of the parameters that have AdamW; null: optim.lr"
+    )
 
 
 class OptimConfig(Section):
     """The optimizer and the schedule of its learning rate."""
 
-    name: Literal["adamw"] = Field("adamw", description="optimizer")
+    name: Literal["adamw", "muon"] = Field("adamw", description="optimizer")
     lr: float = Field(3e-4, gt=0, description="base learning rate, the schedule's peak")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="AdamW's decay rates of the moments")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
@@ -132,6 +175,7 @@ class OptimConfig(Section):
         0.2, gt=0, le=1, description="part of train.steps in which `wsd` decays (linearly) to min_lr_ratio"
     )
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="rate at train.steps as a fraction of lr")
+    muon: MuonConfig = Field(default_factory=MuonConfig)
 
 
 class SourceConfig(Section):
@@ -209,6 +253,13 @@ class ValidationConfig(Section):
     batches: int = Field(8, ge=1, description="fixed global batches (of train.global_batch_tokens) per validation set")
 
 
+class MonitorConfig(Section):
+    """Measurements of attention on a fixed probe batch."""
+
+    probe_sequences: int = Field(2, ge=1, description="sequences of the probe batch, the first of the training data")
+    probe_queries: int = Field(32, ge=1, description="sampled query positions of each sequence")
+
+
 class Config(Section):
     """The whole configuration; see the classes of its sections."""
 
@@ -221,6 +272,7 @@ class Config(Section):
     deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig)
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
