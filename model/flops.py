@@ -23,8 +23,10 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     Counted: 2 FLOPs per weight and token forward and 4 backward; and the two products of attention (queries
     with keys, probabilities with values) over the visible positions, forward once and backward twice. A
     causal token sees (seq_len + 1) / 2 positions on average; PaLM counts all seq_len.
-    Not counted: norms, softmax, rotation and other elementwise work, the optimizer, recomputation (by
-    activation checkpointing or inside attention kernels), and zeros that only pad heads for a kernel.
+    Not counted: norms, softmax, rotation and other elementwise work (so of the options of attention only the
+    gate's matrix counts; not its product with the output, nor softcap, Scalable-Softmax or a sink), the
+    optimizer, recomputation (by activation checkpointing or inside attention), and zeros that only pad heads or
+    positions for a kernel.
 
     Args:
         config: resolved sizes with a vocabulary size.
@@ -37,6 +39,7 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
 
 def _attention_parameters(config: ModelConfig) -> int:
     """Weights of the matrices of one attention layer."""
+    gate = config.dim * config.num_heads * _head_widths(config)[1] if config.attention.gated else 0
     if config.attention.kind == "mla":
         sizes = latent_sizes(config)
         queries_from, query_down = config.dim, 0
@@ -45,10 +48,10 @@ def _attention_parameters(config: ModelConfig) -> int:
         query = query_down + queries_from * config.num_heads * sizes.query_key_dim
         down = config.dim * (sizes.kv_latent_dim + sizes.rope_dim)
         up = sizes.kv_latent_dim * config.num_heads * (sizes.nope_dim + sizes.value_dim)
-        return query + down + up + config.num_heads * sizes.value_dim * config.dim
+        return query + down + up + config.num_heads * sizes.value_dim * config.dim + gate
     assert config.num_kv_heads is not None, "the configuration must be resolved"
     assert config.head_dim is not None, "the configuration must be resolved"
-    return 2 * config.dim * (config.num_heads + config.num_kv_heads) * config.head_dim
+    return 2 * config.dim * (config.num_heads + config.num_kv_heads) * config.head_dim + gate
 
 
 def _head_widths(config: ModelConfig) -> tuple[int, int]:

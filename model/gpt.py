@@ -5,7 +5,7 @@ Shapes: B batch, T time, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
 import torch
@@ -113,6 +113,19 @@ class GPT(nn.Module):
         blocks = cast("Iterable[Block]", self.blocks)
         return Cache([block.attention.new_cache(batch_size, length, dtype, device) for block in blocks], length)
 
+    def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """The rotary table of some positions, as the attention layers take it."""
+        return rotary_table(positions_T, self.rotary_dim, self.config.rope_theta)
+
+    def attention_inputs(self, tokens_BT: Tensor) -> Iterator[Tensor]:
+        """What the attention of each block gets (B, T, D), block by block, without compiled code."""
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        rotary = self.rotary(positions_T)
+        x_BTD = self.embedding(tokens_BT)
+        for block in cast("Iterable[Block]", self.blocks):
+            yield block.attention_norm(x_BTD)
+            x_BTD = block.forward(x_BTD, rotary)
+
     def compile_blocks(self) -> None:
         """Compiles every block in place. The blocks are alike, so they share the compiled code."""
         for block in self.blocks:
@@ -127,7 +140,7 @@ class GPT(nn.Module):
             raise ValueError(f"{end} tokens are more than the longest context of {max_length}")
 
         positions_T = torch.arange(start, end, device=tokens_BT.device)
-        rotary = rotary_table(positions_T, self.rotary_dim, self.config.rope_theta)
+        rotary = self.rotary(positions_T)
         x_BTD = self.embedding(tokens_BT)
         layer_caches = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, layer_caches, strict=True):

@@ -24,8 +24,9 @@ class InitRow:
     Attributes:
         pattern: full name, with `*` for the number of the block.
         shape: of one of them.
-        std: standard deviation of the normal initial values; None: ones.
+        std: standard deviation of the normal initial values; None: all are `value`.
         count: number of parameters that match the pattern.
+        value: the initial value where there is no std.
     """
 
     pattern: str
@@ -33,17 +34,18 @@ class InitRow:
     shape: tuple[int, ...]
     std: float | None
     count: int
+    value: float = 1.0
 
 
 @torch.no_grad()
 def init_parameter(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -> None:
-    """Sets a whole parameter in place: ones if spec.init_std is None, else normal(0, init_std).
+    """Sets a whole parameter in place: to init_value if spec.init_std is None, else normal(0, init_std).
 
     The values are drawn in fp32 on the CPU, so that they are the same on every device, and then rounded to
     the tensor's dtype.
     """
     if spec.init_std is None:
-        tensor.fill_(1.0)
+        tensor.fill_(spec.init_value)
         return
     generator = torch.Generator().manual_seed(_parameter_seed(seed, name))
     tensor.copy_(torch.empty(tensor.shape, device="cpu").normal_(0.0, spec.init_std, generator=generator))
@@ -59,12 +61,14 @@ def initialise(model: nn.Module, seed: int) -> None:
 def describe_init(model: nn.Module) -> list[InitRow]:
     """Rows for a table of the initial values, in the order of the model; works on the meta device."""
     specs = collect_specs(model)
-    counts: dict[tuple[str, Kind, tuple[int, ...], float | None], int] = {}
+    counts: dict[tuple[str, Kind, tuple[int, ...], float | None, float], int] = {}
     for name, parameter in model.named_parameters():
-        pattern = re.sub(r"\.\d+\.", ".*.", name)
-        key = (pattern, specs[name].kind, tuple(parameter.shape), specs[name].init_std)
+        pattern, spec = re.sub(r"\.\d+\.", ".*.", name), specs[name]
+        key = (pattern, spec.kind, tuple(parameter.shape), spec.init_std, spec.init_value)
         counts[key] = counts.get(key, 0) + 1
-    return [InitRow(*key, count) for key, count in counts.items()]
+    return [
+        InitRow(pattern, kind, shape, std, count, value) for (pattern, kind, shape, std, value), count in counts.items()
+    ]
 
 
 def _parameter_seed(seed: int, name: str) -> int:

@@ -37,12 +37,16 @@ class Kind(enum.Enum):
     KEY_ROPE = "key_rope"
     QUERY_LATENT_GAIN = "query_latent_gain"
     KV_LATENT_GAIN = "kv_latent_gain"
+    # Options of attention: the head's factor of its queries (Scalable-Softmax), its sink's logit, and W_g of the gate.
+    SOFTMAX_SCALE = "softmax_scale"
+    ATTENTION_SINK = "attention_sink"
+    ATTENTION_GATE = "attention_gate"
 
 
 GAIN_KINDS = frozenset({Kind.NORM_GAIN, Kind.QK_NORM_GAIN, Kind.QUERY_LATENT_GAIN, Kind.KV_LATENT_GAIN})
 LATENT_KINDS = frozenset({Kind.QUERY_DOWN, Kind.QUERY_UP, Kind.QUERY_ROPE, Kind.KV_DOWN, Kind.KEY_UP, Kind.KEY_ROPE})
-QUERY_KEY_KINDS = frozenset({Kind.QUERY, Kind.KEY}) | LATENT_KINDS | (GAIN_KINDS - {Kind.NORM_GAIN})
-UNDECAYED_KINDS = GAIN_KINDS | {Kind.EMBEDDING}
+QUERY_KEY_KINDS = frozenset({Kind.QUERY, Kind.KEY, Kind.SOFTMAX_SCALE}) | LATENT_KINDS | (GAIN_KINDS - {Kind.NORM_GAIN})
+UNDECAYED_KINDS = GAIN_KINDS | {Kind.EMBEDDING, Kind.SOFTMAX_SCALE, Kind.ATTENTION_SINK}
 
 
 @dataclass(frozen=True)
@@ -51,16 +55,18 @@ class ParameterSpec:
 
     Attributes:
         kind: what the parameter is.
-        num_heads: heads along its rows (query, key, value and their up-projections) or columns (attention output);
-            None: not by head.
+        num_heads: heads along its rows (query, key, value, their up-projections and the gate), entries (one number a
+            head) or columns (attention output); None: not by head.
         head_dim: width of one head; head h begins at row (or column) h * head_dim.
-        init_std: standard deviation of the initial normal values; None: ones (gains).
+        init_std: standard deviation of the initial normal values; None: all are init_value.
+        init_value: the initial value of parameters without init_std, 1 for gains.
     """
 
     kind: Kind
     num_heads: int | None = None
     head_dim: int | None = None
     init_std: float | None = None
+    init_value: float = 1.0
 
     @property
     def is_query_key(self) -> bool:

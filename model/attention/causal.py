@@ -9,17 +9,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model.attention.sink import prepend_sink
+from model.attention.softcap import softcap_attention
+from model.attention.weights import causal_mask
 
-def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """(T, S): whether a query sees a key, where the queries are the last T of S positions."""
-    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
 
-
-def causal_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor) -> Tensor:
+def causal_attention(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
+) -> Tensor:
     """softmax(q kᵀ / sqrt(K)) v where the queries are the last T of S positions and G divides H.
+
+    Args:
+        softcap: c of the cap s <- c tanh(s / c) on the logits; None: no cap.
+        sink_H: every query head's logit of a sink, see `model.attention.sink`; None: no sink.
 
     Returns (B, H, T, V).
     """
+    if softcap is not None:
+        return softcap_attention(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H)
+    scale = q_BHTK.shape[3] ** -0.5
+    if sink_H is None:
+        return _fused_attention(q_BHTK, k_BGSK, v_BGSV, scale)
+    T = q_BHTK.shape[2]
+    return _fused_attention(*prepend_sink(q_BHTK, k_BGSK, v_BGSV, sink_H), scale)[:, :, -T:]
+
+
+def _fused_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, scale: float) -> Tensor:
+    """softmax(scale q kᵀ) v by a kernel that never holds the T x S matrix."""
     T, S, K, V = q_BHTK.shape[2], k_BGSK.shape[2], q_BHTK.shape[3], v_BGSV.shape[3]
     num_queries_per_key = q_BHTK.shape[1] // k_BGSK.shape[1]
     is_grouped = num_queries_per_key > 1
@@ -36,7 +56,7 @@ def causal_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor) -> Tensor:
     is_causal = T == S
     mask_TS = causal_mask(T, S, q_BHTK.device) if 1 < T < S else None
     out_BHTV = F.scaled_dot_product_attention(
-        q_BHTK, k_BGSK, v_BGSV, attn_mask=mask_TS, is_causal=is_causal, scale=K**-0.5, enable_gqa=is_grouped
+        q_BHTK, k_BGSK, v_BGSV, attn_mask=mask_TS, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
     return out_BHTV[..., :V]
 

@@ -13,13 +13,21 @@ from configs.schema import ModelConfig
 from model.attention.cache import LayerCache
 from model.attention.causal import causal_attention
 from model.attention.rotary import apply_rotary
+from model.attention.sink import sink_spec
+from model.attention.softmax_scale import SoftmaxScale
 from model.linear import Linear
 from model.norm import RMSNorm
 from model.parameters import Kind, ParameterSpec, residual_init_std
+from model.stability.clip import LogitMaxima
 
 
 class MultiHeadAttention(nn.Module):
-    """Causal softmax attention with rotary positions; several query heads may share a key/value head."""
+    """Causal softmax attention with rotary positions; several query heads may share a key/value head.
+
+    Attributes:
+        softcap: cap of the logits, or None.
+        sink: the logit of every query head's sink (H), or None.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -30,6 +38,7 @@ class MultiHeadAttention(nn.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.rotary_dim = head_dim
+        self.logit_maxima: LogitMaxima | None = None
 
         std, residual_std = config.init_std, residual_init_std(config.init_std, config.num_layers)
         query_spec = ParameterSpec(Kind.QUERY, num_heads, head_dim, std)
@@ -46,6 +55,16 @@ class MultiHeadAttention(nn.Module):
         if config.attention.qk_norm:
             self.query_norm = RMSNorm(head_dim, config.norm_eps, Kind.QK_NORM_GAIN)
             self.key_norm = RMSNorm(head_dim, config.norm_eps, Kind.QK_NORM_GAIN)
+        self.softmax_scale = SoftmaxScale(num_heads, config.max_seq_len) if config.attention.ssmax else None
+        self.softcap = config.attention.softcap
+        self.sink = nn.Parameter(torch.empty(num_heads)) if config.attention.sink else None
+        self.gate: Linear | None = None
+        if config.attention.gated:
+            gate_spec = ParameterSpec(Kind.ATTENTION_GATE, num_heads, head_dim, std)
+            self.gate = Linear(config.dim, num_heads * head_dim, gate_spec)
+
+    def parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {} if self.sink is None else {"sink": sink_spec(self.num_heads)}
 
     def query_key_weights(self) -> dict[Kind, Tensor]:
         """The matrices that set the logits, for per-head policies."""
@@ -55,8 +74,10 @@ class MultiHeadAttention(nn.Module):
         """An empty cache of this layer's keys (after rotation) and values."""
         return LayerCache([(self.num_kv_heads, self.head_dim)] * 2, batch_size, num_positions, dtype, device)
 
-    def project(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, K), keys and values (B, G, T, K), with norms and rotation applied."""
+    def project(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], first_position: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, K), keys and values (B, G, T, K), with norms, rotation and Scalable-Softmax applied."""
         B, T, _ = x_BTD.shape
         q_BTHK = self.query(x_BTD).view(B, T, self.num_heads, self.head_dim)
         k_BTGK = self.key(x_BTD).view(B, T, self.num_kv_heads, self.head_dim)
@@ -64,13 +85,22 @@ class MultiHeadAttention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHK, k_BTGK = self.query_norm(q_BTHK), self.key_norm(k_BTGK)
         q_BTHK, k_BTGK = apply_rotary(q_BTHK, rotary), apply_rotary(k_BTGK, rotary)
-        return q_BTHK.transpose(1, 2), k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2)
+        q_BHTK = q_BTHK.transpose(1, 2)
+        if self.softmax_scale is not None:
+            q_BHTK = self.softmax_scale(q_BHTK, first_position)
+        return q_BHTK, k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2)
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
         """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D)."""
-        q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, rotary)
+        first_position = 0 if cache is None else cache.length
+        q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, rotary, first_position)
         if cache is not None:
             k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
             k_BGSK, v_BGSK = k_BGSK.to(q_BHTK.dtype), v_BGSK.to(q_BHTK.dtype)
-        out_BHTK = causal_attention(q_BHTK, k_BGSK, v_BGSK)
-        return self.output(out_BHTK.transpose(1, 2).flatten(2))
+        if self.logit_maxima is not None and self.training:
+            self.logit_maxima.update(q_BHTK, k_BGSK)
+        out_BHTK = causal_attention(q_BHTK, k_BGSK, v_BGSK, self.softcap, self.sink)
+        out_BTX = out_BHTK.transpose(1, 2).flatten(2)
+        if self.gate is not None:
+            out_BTX = out_BTX * self.gate(x_BTD).sigmoid()
+        return self.output(out_BTX)

@@ -14,11 +14,15 @@ from torch import Tensor, nn
 
 from configs.schema import ModelConfig
 from model.attention.cache import LayerCache
-from model.attention.causal import causal_attention, causal_mask
+from model.attention.causal import causal_attention
 from model.attention.rotary import apply_rotary
+from model.attention.sink import sink_spec
+from model.attention.softmax_scale import SoftmaxScale
+from model.attention.weights import attention_weights
 from model.linear import Linear
 from model.norm import RMSNorm
 from model.parameters import Kind, ParameterSpec, residual_init_std
+from model.stability.clip import LogitMaxima
 
 # DeepSeek-V3 takes this one for the latents, whatever the epsilon of its other norms.
 LATENT_NORM_EPS = 1e-6
@@ -63,6 +67,10 @@ class MultiHeadLatentAttention(nn.Module):
     to the queries and W_uv behind the sum over positions, so that it never builds them. With `qk_norm` that stays exact
     (arXiv 2606.16310): the key's gain moves to the query and to the cached RoPE(W_kr x), since a rotation commutes with
     a scalar, and what is left of the norm, one inverse RMS per head, is cached too.
+
+    Attributes:
+        softcap: cap of the logits, or None.
+        sink: the logit of every head's sink (H), or None.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -71,6 +79,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.num_heads = config.num_heads
         self.sizes = sizes
         self.rotary_dim = sizes.rope_dim
+        self.logit_maxima: LogitMaxima | None = None
         query_dim = sizes.q_latent_dim or config.dim
         has_latent_norm = config.attention.mla.latent_norm
 
@@ -97,6 +106,15 @@ class MultiHeadLatentAttention(nn.Module):
         if config.attention.qk_norm:
             self.query_norm = RMSNorm(sizes.query_key_dim, config.norm_eps, Kind.QK_NORM_GAIN)
             self.key_norm = RMSNorm(sizes.query_key_dim, config.norm_eps, Kind.QK_NORM_GAIN)
+        self.softmax_scale = SoftmaxScale(config.num_heads, config.max_seq_len) if config.attention.ssmax else None
+        self.softcap = config.attention.softcap
+        self.sink = nn.Parameter(torch.empty(config.num_heads)) if config.attention.sink else None
+        self.gate: Linear | None = None
+        if config.attention.gated:
+            self.gate = self._heads(config, Kind.ATTENTION_GATE, config.dim, sizes.value_dim)
+
+    def parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {} if self.sink is None else {"sink": sink_spec(self.num_heads)}
 
     @staticmethod
     def _matrix(config: ModelConfig, kind: Kind, in_dim: int, out_dim: int) -> Linear:
@@ -130,36 +148,44 @@ class MultiHeadLatentAttention(nn.Module):
             shapes.append((self.num_heads, 1))
         return LayerCache(shapes, batch_size, num_positions, dtype, device)
 
-    def project(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys (B, H, T, K) and values (B, H, T, V), with norms and rotation applied."""
+    def project(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], first_position: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys (B, H, T, K) and values (B, H, T, V), with norms, rotation and Scalable-Softmax applied."""
         c_kv_BTC, k_rope_BT1R = self._compress(x_BTD)
         k_BHTK, v_BHTV = self._keys_and_values(c_kv_BTC, k_rope_BT1R, rotary)
-        return self._queries(x_BTD, rotary), k_BHTK, v_BHTV
+        return self._queries(x_BTD, rotary, first_position), k_BHTK, v_BHTV
 
     def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
         """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D).
 
         With a cache, weights are read outside the forward pass of the modules that hold them, so they must be whole.
         """
-        q_BHTK = self._queries(x_BTD, rotary)
+        first_position = 0 if cache is None else cache.length
+        q_BHTK = self._queries(x_BTD, rotary, first_position)
         c_kv_BTC, k_rope_BT1R = self._compress(x_BTD)
-        has_cached_positions = cache is not None and cache.length > 0
         cached = [] if cache is None else cache.append(*self._cache_rows(c_kv_BTC, k_rope_BT1R, rotary))
-        if has_cached_positions:
+        if first_position > 0:
             out_BHTV = self._absorbed_attention(q_BHTK, *cached)
         else:
             k_BHTK, v_BHTV = self._keys_and_values(c_kv_BTC, k_rope_BT1R, rotary)
-            out_BHTV = causal_attention(q_BHTK, k_BHTK, v_BHTV)
-        return self.output(out_BHTV.transpose(1, 2).flatten(2))
+            if self.logit_maxima is not None and self.training:
+                self.logit_maxima.update(q_BHTK, k_BHTK)
+            out_BHTV = causal_attention(q_BHTK, k_BHTK, v_BHTV, self.softcap, self.sink)
+        out_BTX = out_BHTV.transpose(1, 2).flatten(2)
+        if self.gate is not None:
+            out_BTX = out_BTX * self.gate(x_BTD).sigmoid()
+        return self.output(out_BTX)
 
-    def _queries(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """(B, H, T, K), with norm and rotation applied."""
+    def _queries(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], first_position: int) -> Tensor:
+        """(B, H, T, K), with norm, rotation and Scalable-Softmax applied."""
         c_q_BTQ = x_BTD if self.query_down is None else self.query_down(x_BTD)
         if self.query_latent_norm is not None:
             c_q_BTQ = self.query_latent_norm(c_q_BTQ)
         q_nope_BTHN = self.query_up(c_q_BTQ).unflatten(-1, (self.num_heads, self.sizes.nope_dim))
         q_rope_BTHR = self.query_rope(c_q_BTQ).unflatten(-1, (self.num_heads, self.sizes.rope_dim))
-        return self._join(q_nope_BTHN, q_rope_BTHR, self.query_norm, rotary)
+        q_BHTK = self._join(q_nope_BTHN, q_rope_BTHR, self.query_norm, rotary)
+        return q_BHTK if self.softmax_scale is None else self.softmax_scale(q_BHTK, first_position)
 
     def _compress(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """c_kv (B, T, C), and the keys' shared part (B, T, 1, R) before norm and rotation."""
@@ -210,8 +236,7 @@ class MultiHeadLatentAttention(nn.Module):
 
         X is C + R. q_nope·(W_uk c_kv) = (W_ukᵀ q_nope)·c_kv, and Σ p (W_uv c_kv) = W_uv Σ p c_kv.
         """
-        H, T, S = self.num_heads, q_BHTK.shape[2], latents_B1SX.shape[2]
-        sizes = self.sizes
+        H, T, sizes = self.num_heads, q_BHTK.shape[2], self.sizes
         q_nope_BHTN, q_rope_BHTR = q_BHTK.split((sizes.nope_dim, sizes.rope_dim), dim=-1)
         if self.key_norm is not None:
             q_nope_BHTN = q_nope_BHTN * self.key_norm.weight[: sizes.nope_dim]
@@ -222,8 +247,7 @@ class MultiHeadLatentAttention(nn.Module):
         scores_BHTS = (q_BHTX.flatten(1, 2) @ latents_BSX.mT).unflatten(1, (H, T)).float() * sizes.query_key_dim**-0.5
         if inverse_rms_BHS1 is not None:
             scores_BHTS = scores_BHTS * inverse_rms_BHS1.mT.float()
-        scores_BHTS = scores_BHTS.masked_fill(~causal_mask(T, S, scores_BHTS.device), -torch.inf)
-        probabilities_BHTS = scores_BHTS.softmax(dim=-1)
+        probabilities_BHTS = attention_weights(scores_BHTS, self.softcap, self.sink)
         c_kv_BSC = latents_BSX[..., : sizes.kv_latent_dim]
         out_latent_BHTC = (probabilities_BHTS.flatten(1, 2) @ c_kv_BSC).unflatten(1, (H, T))
         value_up_HVC = self.value_up.weight.view(H, sizes.value_dim, sizes.kv_latent_dim)

@@ -1,4 +1,6 @@
-"""Forward and backward speed of the model beside Hugging Face's Llama of the same shape, measured in one process.
+"""Forward and backward speed of the model beside Hugging Face's of the same shape, measured in one process.
+
+With multi-head attention that is Llama, with latent attention DeepSeek-V3 without experts.
 
 Rounds of the two models alternate, so that a change of the machine's load hits both; the ratio is that of the median
 rounds. Run from the repository root: `OMP_NUM_THREADS=1 python tests/benchmarks/model.py`.
@@ -15,10 +17,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from configs.schema import AttentionConfig, MlaConfig, resolve_model
 from model.gpt import GPT
 from model.initialisation import initialise
 from tests.benchmarks.common import add_shape_arguments, print_table, seconds, shape
 from tests.benchmarks.llama import build_llama
+from tests.model.attention.deepseek import build_deepseek
 
 
 def main() -> None:
@@ -26,12 +30,15 @@ def main() -> None:
     add_shape_arguments(parser)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--attention", choices=("mha", "mla"), default="mha")
+    parser.add_argument("--q-latent", type=int, default=None, help="latent width of the queries of mla; default: none")
     args = parser.parse_args()
 
-    config = shape(args)
+    attention = AttentionConfig(kind=args.attention, mla=MlaConfig(q_latent_dim=args.q_latent))
+    config = resolve_model(shape(args).model_copy(update={"attention": attention}))
     model = GPT(config)
     initialise(model, seed=0)
-    llama = build_llama(config)
+    twin = build_deepseek(config) if args.attention == "mla" else build_llama(config)
     tokens = torch.randint(args.vocab, (args.batch, args.seq))
     targets = torch.roll(tokens, -1, dims=1)
 
@@ -40,25 +47,25 @@ def main() -> None:
         objective_sum, _, _ = model(tokens, targets)
         (objective_sum / targets.numel()).backward()
 
-    def llama_step() -> None:
-        llama.zero_grad()
-        llama(tokens, labels=tokens).loss.backward()
+    def twin_step() -> None:
+        twin.zero_grad()
+        twin(tokens, labels=tokens).loss.backward()
 
-    our_seconds, llama_seconds = [], []
+    our_seconds, twin_seconds = [], []
     for round_index in range(args.rounds + 1):
-        our_time, llama_time = seconds(our_step), seconds(llama_step)
+        our_time, twin_time = seconds(our_step), seconds(twin_step)
         if round_index > 0:  # the first one warms up
             our_seconds.append(our_time)
-            llama_seconds.append(llama_time)
+            twin_seconds.append(twin_time)
 
     print(f"fp32, {torch.get_num_threads()} thread(s), {model.num_parameters:,} parameters, {args.rounds} rounds")
     rows = []
-    for name, values in (("model.gpt.GPT", our_seconds), ("LlamaForCausalLM", llama_seconds)):
+    for name, values in (("model.gpt.GPT", our_seconds), (type(twin).__name__, twin_seconds)):
         median = statistics.median(values)
         rate = tokens.numel() / median
         rows.append((name, f"{rate:,.0f}", f"{median:.3f}", f"{min(values):.3f}", f"{max(values):.3f}"))
     print_table(("forward + backward", "tokens/s", "seconds: median", "fastest", "slowest"), rows)
-    print(f"ratio of tokens/s: {statistics.median(llama_seconds) / statistics.median(our_seconds):.3f}")
+    print(f"ratio of tokens/s: {statistics.median(twin_seconds) / statistics.median(our_seconds):.3f}")
 
 
 if __name__ == "__main__":

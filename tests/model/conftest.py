@@ -15,12 +15,16 @@ SMALL: dict[str, Any] = {"vocab_size": 61, "dim": 32, "num_layers": 2, "num_head
 
 @pytest.fixture(scope="session")
 def make_config() -> Callable[..., ModelConfig]:
-    """A factory of small resolved configurations; keywords override keys."""
+    """A factory of small resolved configurations; keywords override keys, `options` those of attention."""
 
     def factory(
-        qk_norm: bool = False, kind: str = "mha", mla: dict[str, Any] | None = None, **sizes: Any
+        qk_norm: bool = False,
+        kind: str = "mha",
+        mla: dict[str, Any] | None = None,
+        options: dict[str, Any] | None = None,
+        **sizes: Any,
     ) -> ModelConfig:
-        attention = {"kind": kind, "qk_norm": qk_norm, "mla": mla or {}}
+        attention = {"kind": kind, "qk_norm": qk_norm, "mla": mla or {}, **(options or {})}
         return resolve_model(ModelConfig(**{**SMALL, **sizes}, attention=attention))
 
     return factory

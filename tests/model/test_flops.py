@@ -18,6 +18,8 @@ def addmm_flops(sum_shape: torch.Size, left_shape: torch.Size, right_shape: torc
         ({"num_kv_heads": 2, "head_dim": 10, "tie_embeddings": True, "qk_norm": True}, 10, 10),
         ({"kind": "mla"}, 8 + 4, 8),
         ({"kind": "mla", "mla": {"q_latent_dim": 12, "value_dim": 20}, "qk_norm": True}, 8 + 4, 20),
+        ({"num_kv_heads": 2, "head_dim": 10, "options": {"gated": True, "ssmax": True}}, 10, 10),
+        ({"kind": "mla", "mla": {"value_dim": 20}, "options": {"gated": True, "ssmax": True}}, 8 + 4, 20),
     ],
 )
 def test_counts_what_torch_counts(make_model, batch, keys, query_key_dim, value_dim):

@@ -12,7 +12,7 @@ def test_values_have_the_declared_distribution(make_config):
     for name, spec in collect_specs(model).items():
         values = model.get_parameter(name)
         if spec.init_std is None:
-            assert torch.equal(values, torch.ones_like(values))
+            assert torch.equal(values, torch.full_like(values, spec.init_value))
             continue
         assert values.std().item() == pytest.approx(spec.init_std, rel=0.03)
         assert abs(values.mean().item()) < 5 * spec.init_std / values.numel() ** 0.5

@@ -53,11 +53,12 @@ def test_roles_decide_decay_and_query_key():
         Kind.FFN_IN,
         Kind.FFN_OUT,
         Kind.HEAD,
+        Kind.ATTENTION_GATE,
         *LATENT_MATRICES,
     }
     query_key = {kind for kind in Kind if ParameterSpec(kind).is_query_key}
     gains = {Kind.QK_NORM_GAIN, Kind.QUERY_LATENT_GAIN, Kind.KV_LATENT_GAIN}
-    assert query_key == {Kind.QUERY, Kind.KEY, *LATENT_MATRICES, *gains}
+    assert query_key == {Kind.QUERY, Kind.KEY, Kind.SOFTMAX_SCALE, *LATENT_MATRICES, *gains}
 
 
 class Declared(nn.Module):

@@ -4,13 +4,13 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import profile
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from configs.schema import ModelConfig, resolve_model
-from model.attention.mla import MultiHeadLatentAttention
 from model.attention.rotary import rotary_table
 from model.gpt import GPT
 from model.parameters import Kind, ParameterSpec, collect_specs
+from tests.model.attention.deepseek import build_deepseek
+from tests.model.attention.reference import reference_mla
 
 SIZES: dict[str, Any] = {"kv_latent_dim": 14, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
 VARIANTS = [
@@ -24,87 +24,14 @@ def variant_name(keys: dict[str, Any]) -> str:
     return f"qk_norm={keys['qk_norm']},latent_norm={mla['latent_norm']},q_latent_dim={mla['q_latent_dim']}"
 
 
-def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
-    return gain.double() * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
-def rotate(x_BTR: torch.Tensor, theta: float) -> torch.Tensor:
-    """Pairs (i, i + R/2) as complex numbers, turned by their position."""
-    _, T, R = x_BTR.shape
-    frequencies = theta ** (-2.0 * torch.arange(R // 2, dtype=torch.float64) / R)
-    angles_TR = torch.arange(T, dtype=torch.float64)[:, None] * frequencies
-    first, second = x_BTR.chunk(2, dim=-1)
-    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles_TR), angles_TR)
-    return torch.cat((turned.real, turned.imag), dim=-1)
-
-
-def reference_attention(attention: MultiHeadLatentAttention, x_BTD: torch.Tensor, config: ModelConfig) -> torch.Tensor:
-    """The formulas of the class, head by head in float64, with the whole T x T matrix."""
-    weights = {name: parameter.double() for name, parameter in attention.named_parameters()}
-    mla, num_heads = config.attention.mla, config.num_heads
-
-    def project(name: str, values: torch.Tensor, head: int | None = None) -> torch.Tensor:
-        matrix = weights[f"{name}.weight"]
-        rows = matrix if head is None else matrix.chunk(num_heads)[head]
-        return values @ rows.T
-
-    def norm(name: str, values: torch.Tensor, eps: float) -> torch.Tensor:
-        return rms_norm(values, weights[f"{name}.weight"], eps) if f"{name}.weight" in weights else values
-
-    def query_or_key(name: str, nope: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-        whole = norm(name, torch.cat((nope, rope), dim=-1), config.norm_eps)
-        return torch.cat((whole[..., : mla.nope_dim], rotate(whole[..., mla.nope_dim :], config.rope_theta)), dim=-1)
-
-    x_BTD = x_BTD.double()
-    c_q = x_BTD
-    if mla.q_latent_dim is not None:
-        c_q = norm("query_latent_norm", project("query_down", x_BTD), 1e-6)
-    c_kv = norm("kv_latent_norm", project("kv_down", x_BTD), 1e-6)
-    is_later_TT = torch.ones(x_BTD.shape[1], x_BTD.shape[1]).triu(1).bool()
-    outputs = []
-    for head in range(num_heads):
-        q = query_or_key("query_norm", project("query_up", c_q, head), project("query_rope", c_q, head))
-        k = query_or_key("key_norm", project("key_up", c_kv, head), project("key_rope", x_BTD))
-        scores_BTT = q @ k.mT / (mla.nope_dim + mla.rope_dim) ** 0.5
-        probabilities_BTT = scores_BTT.masked_fill(is_later_TT, -torch.inf).softmax(-1)
-        outputs.append(probabilities_BTT @ project("value_up", c_kv, head))
-    return torch.cat(outputs, dim=-1) @ weights["output.weight"].T
-
-
 @pytest.mark.parametrize("keys", VARIANTS, ids=variant_name)
 def test_equals_the_formulas(make_model, keys):
     model = make_model(**keys)
     attention = model.blocks[0].attention
     x_BTD = torch.randn(2, 19, 32, generator=torch.Generator().manual_seed(0))
     rotary = rotary_table(torch.arange(19), 4, model.config.rope_theta)
-    expected = reference_attention(attention, x_BTD, model.config)
+    expected = reference_mla(attention, x_BTD, model.config)
     torch.testing.assert_close(attention(x_BTD, rotary).double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def deepseek_twin(config: ModelConfig) -> DeepseekV3ForCausalLM:
-    """Hugging Face's model of the same shape, with dense layers only and weights of its own."""
-    mla = config.attention.mla
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            vocab_size=config.vocab_size,
-            hidden_size=config.dim,
-            intermediate_size=config.ffn_dim,
-            num_hidden_layers=config.num_layers,
-            first_k_dense_replace=config.num_layers,
-            num_mtp_layers=0,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_heads,
-            q_lora_rank=mla.q_latent_dim,
-            kv_lora_rank=mla.kv_latent_dim,
-            qk_nope_head_dim=mla.nope_dim,
-            qk_rope_head_dim=mla.rope_dim,
-            v_head_dim=mla.value_dim,
-            max_position_embeddings=config.max_seq_len,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            tie_word_embeddings=config.tie_embeddings,
-        )
-    )
 
 
 def interleave(rows: torch.Tensor) -> torch.Tensor:
@@ -169,7 +96,7 @@ def deepseek_tensors(tensors: dict[str, torch.Tensor], config: ModelConfig) -> d
 )
 def test_equals_hugging_face(make_model, batch, keys, q_latent_dim):
     model = make_model(**{**keys, "kind": "mla", "mla": {**keys["mla"], "q_latent_dim": q_latent_dim}})
-    twin = deepseek_twin(model.config)
+    twin = build_deepseek(model.config)
     twin.load_state_dict(deepseek_tensors(model.state_dict(), model.config), strict=True)
     tokens_BT, targets_BT = batch
     num_targets = (targets_BT != -100).sum()

@@ -1,0 +1,139 @@
+"""Causal attention whose logits are capped, s <- c tanh(s / c) (Gemma 2, arXiv 2408.00118), which SDPA cannot do.
+
+Shapes: B batch, T queries, S visible positions, H query heads, G key/value heads, K query/key width, V value width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from model.attention.sink import prepend_sink
+from model.attention.weights import attention_weights
+
+# Logits of one chunk of queries: 4 MiB in fp32, of which the backward pass holds a handful at a time. Larger is slower.
+MAX_CHUNK_SCORES = 2**20
+# Triton's products need this width.
+MIN_FLEX_WIDTH = 16
+
+
+def softcap_attention(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, softcap: float, sink_H: Tensor | None = None
+) -> Tensor:
+    """Attention with capped logits (B, H, T, V); see `model.attention.causal.causal_attention`.
+
+    By FlexAttention on a GPU. Without one, with cached positions, and with heads that are too narrow for it, by plain
+    products.
+    """
+    is_wide_enough = min(k_BGSK.shape[-1], v_BGSV.shape[-1]) >= MIN_FLEX_WIDTH
+    if q_BHTK.is_cuda and is_wide_enough and q_BHTK.shape[2] == k_BGSK.shape[2]:
+        if torch.compiler.is_compiling():  # with the whole block
+            return flex_softcap_attention(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H)
+        return flex_softcap_attention(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H, _compiled_flex_attention())
+    attend_in_chunks = chunked_softcap_attention
+    if torch.compiler.is_compiling():
+        # Compiled, the loop would be unrolled, which takes minutes for a long context.
+        attend_in_chunks = torch.compiler.disable(attend_in_chunks)
+    return attend_in_chunks(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H)
+
+
+def chunked_softcap_attention(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    softcap: float,
+    sink_H: Tensor | None = None,
+    chunk_queries: int | None = None,
+) -> Tensor:
+    """The same in chunks of queries, each computed again in the backward pass, so that no T x S matrix exists at once.
+
+    Args:
+        chunk_queries: queries of a chunk; None: as many as give MAX_CHUNK_SCORES logits.
+    """
+    B, H, T, _ = q_BHTK.shape
+    S = k_BGSK.shape[2]
+    if chunk_queries is None:
+        chunk_queries = max(1, MAX_CHUNK_SCORES // (B * H * S))
+    outputs = []
+    end = S - T
+    for q_BHtK in q_BHTK.split(chunk_queries, dim=2):
+        end += q_BHtK.shape[2]
+        visible = (q_BHtK, k_BGSK[:, :, :end], v_BGSV[:, :, :end])
+        if torch.is_grad_enabled():
+            # Nothing here is random, so there is no generator state to save.
+            output = checkpoint(_attend, *visible, softcap, sink_H, use_reentrant=False, preserve_rng_state=False)
+        else:
+            output = _attend(*visible, softcap, sink_H)
+        outputs.append(output)
+    return torch.cat(outputs, dim=2)
+
+
+def _attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, softcap: float, sink_H: Tensor | None) -> Tensor:
+    """Plain products in fp32 (fp64 for fp64 inputs), whatever autocast says; the result has the queries' dtype."""
+    (B, H, T, K), G = q_BHTK.shape, k_BGSK.shape[1]
+    dtype = torch.promote_types(q_BHTK.dtype, torch.float32)
+    with torch.autocast(q_BHTK.device.type, enabled=False):
+        # Query heads that share a key are rows of one product.
+        q_BGXK = q_BHTK.to(dtype).reshape(B, G, -1, K) * K**-0.5
+        scores_BHTS = (q_BGXK @ k_BGSK.to(dtype).mT).view(B, H, T, -1)
+        weights_BHTS = attention_weights(scores_BHTS, softcap, sink_H)
+        out_BGXV = weights_BHTS.reshape(B, G, H // G * T, -1) @ v_BGSV.to(dtype)
+    return out_BGXV.view(B, H, T, -1).to(q_BHTK.dtype)
+
+
+def flex_softcap_attention(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    softcap: float,
+    sink_H: Tensor | None = None,
+    attend: Callable[..., Any] = flex_attention,
+) -> Tensor:
+    """The same by FlexAttention without cached positions (T = S).
+
+    Args:
+        attend: `flex_attention`, compiled or not.
+    """
+    T, scale, has_sink = q_BHTK.shape[2], q_BHTK.shape[3] ** -0.5, sink_H is not None
+    if sink_H is not None:
+        q_BHTK, k_BGSK, v_BGSV = prepend_sink(q_BHTK, k_BGSK, v_BGSV, sink_H)
+
+    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        capped = softcap * torch.tanh(score / softcap)
+        return torch.where(key == 0, score, capped) if has_sink else capped
+
+    # Compiled blocks make the mask anew: the compiler does not see through the cache.
+    block_mask = _block_mask if torch.compiler.is_compiling() else _cached_block_mask
+    out_BHTV = attend(
+        q_BHTK,
+        k_BGSK,
+        v_BGSV,
+        score_mod=cap,
+        block_mask=block_mask(k_BGSK.shape[2], q_BHTK.device),
+        scale=scale,
+        enable_gqa=q_BHTK.shape[1] > k_BGSK.shape[1],
+    )
+    return out_BHTV[:, :, -T:]
+
+
+def _block_mask(num_positions: int, device: torch.device) -> BlockMask:
+    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key
+
+    return create_block_mask(is_visible, None, None, num_positions, num_positions, device=device)
+
+
+@functools.lru_cache(maxsize=8)
+def _cached_block_mask(num_positions: int, device: torch.device) -> BlockMask:
+    return _block_mask(num_positions, device)
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    return torch.compile(flex_attention)

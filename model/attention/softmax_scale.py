@@ -1,0 +1,37 @@
+"""Scalable-Softmax (Nakanishi, arXiv 2501.19399): logits that grow with the logarithm of the visible keys.
+
+Shapes: B batch, T time, H query heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from model.parameters import Kind, ParameterSpec
+
+
+class SoftmaxScale(nn.Module):
+    """q <- q s_h log(n), with s_h learned for every query head and n the keys that the query sees.
+
+    All s begin as 1/log(max_seq_len), so that at first the scale is 1 for the last query of a full context and less
+    before it. That value is ours.
+    """
+
+    def __init__(self, num_heads: int, max_seq_len: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        # A context of one token has only log(1) = 0, which any factor leaves as it is.
+        self.init_value = 1 / math.log(max(max_seq_len, 2))
+        self.weight = nn.Parameter(torch.empty(num_heads))
+
+    def parameter_specs(self) -> dict[str, ParameterSpec]:
+        return {"weight": ParameterSpec(Kind.SOFTMAX_SCALE, self.num_heads, 1, init_value=self.init_value)}
+
+    def forward(self, q_BHTK: Tensor, first_position: int) -> Tensor:
+        """Scales the queries of the T positions from `first_position` on (0-based), in fp32; q's dtype is kept."""
+        visible_T = torch.arange(first_position + 1, first_position + q_BHTK.shape[2] + 1, device=q_BHTK.device)
+        scale_HT1 = (self.weight.float().unsqueeze(1) * visible_T.float().log()).unsqueeze(2)
+        return (q_BHTK.float() * scale_HT1).to(q_BHTK.dtype)
