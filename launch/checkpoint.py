@@ -32,7 +32,6 @@ from launch.checkpoint_files import (
     list_checkpoints,
     parameter_mismatches,
     rank_file,
-    read_state,
     write_state,
 )
 from launch.collective import on_all_ranks, on_main_rank, share
@@ -41,6 +40,8 @@ from launch.errors import RunError, SharedError
 from launch.shards import Shard
 
 log = logging.getLogger(__name__)
+
+_POLICY = "policy/"  # prefix of a query/key policy's tensors in rank 0's file
 
 
 def save_checkpoint(
@@ -99,6 +100,8 @@ def _rank_tensors(engine: Engine) -> tuple[dict[str, Tensor], dict[str, tuple[in
     tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
     if engine.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(engine.device)
+    if engine.rank == 0:
+        tensors |= {f"{_POLICY}{name}": tensor.contiguous() for name, tensor in engine.policy_tensors().items()}
     ranges = {}
     for shard in engine.shards():
         first, last = _owned_part(shard, engine.rank, engine.world_size)
@@ -106,8 +109,7 @@ def _rank_tensors(engine: Engine) -> tuple[dict[str, Tensor], dict[str, tuple[in
             continue
         ranges[shard.name] = (shard.start + first, shard.start + last)
         state = engine.base_optimizer.state.get(shard.flat, {})
-        kinds = {MASTER: shard.flat, **{kind: state[kind] for kind in optimizer_tensor_kinds(engine)}}
-        for kind, flat in kinds.items():
+        for kind, flat in {MASTER: shard.flat, **_state_tensors(shard.flat, state)}.items():
             piece = shard.view(flat)[first:last]
             tensors[f"{kind}/{shard.name}"] = piece.cpu() if piece.is_cuda else piece.clone()
     return tensors, ranges
@@ -122,18 +124,25 @@ def _owned_part(shard: Shard, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def optimizer_tensor_kinds(engine: Engine) -> list[str]:
-    """Names of the per-parameter optimizer tensors (for AdamW: exp_avg, exp_avg_sq); empty before the first step."""
-    kinds = {
-        kind
-        for flat, state in engine.base_optimizer.state.items()
+    """Names of the per-parameter optimizer tensors; empty before the first step.
+
+    For AdamW exp_avg and exp_avg_sq; with Muon momentum_buffer too, and each parameter has either kind.
+    """
+    states = engine.base_optimizer.state.items()
+    return sorted({kind for flat, state in states for kind in _state_tensors(flat, state)})
+
+
+def _state_tensors(flat: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
+    """What in the optimizer's state of a tensor is laid out like the tensor."""
+    return {
+        kind: value
         for kind, value in state.items()
         if isinstance(value, Tensor) and value.shape == flat.shape and value.dim() > 0
     }
-    return sorted(kinds)
 
 
 def optimizer_scalars(engine: Engine) -> dict[str, float]:
-    """The optimizer's per-tensor numbers (for AdamW: step), which are the same for all tensors."""
+    """The optimizer's per-tensor numbers (for AdamW and Muon: step), which are the same for all tensors."""
     scalars: dict[str, float] = {}
     for state in engine.base_optimizer.state.values():
         for kind, value in state.items():
@@ -244,7 +253,8 @@ def restore(engine: Engine, checkpoint: Path, weights_only: bool = False) -> Non
     on_all_ranks(lambda: _read_shards(engine, checkpoint, weights_only))
     engine.publish_masters()
     if not weights_only:
-        engine.load_policy_state(read_state(checkpoint).policy_state)
+        with CheckpointReader(checkpoint) as reader:
+            engine.load_policy(reader.state.policy_state, reader.read_rank_tensors(0, _POLICY))
 
 
 def _read_shards(engine: Engine, checkpoint: Path, weights_only: bool) -> None:
@@ -252,9 +262,9 @@ def _read_shards(engine: Engine, checkpoint: Path, weights_only: bool) -> None:
         mismatches = list(parameter_mismatches(reader.state.parameters, engine.parameter_shapes()))
         if mismatches:
             raise RunError(f"{checkpoint} does not fit the model: {'; '.join(mismatches)}")
-        kinds = [] if weights_only else reader.state.optimizer_tensors
         for shard in engine.shards():
             reader.read_range(MASTER, shard.name, shard.master, shard.start)
+            kinds = [] if weights_only else reader.optimizer_tensors(shard.name)
             state = engine.base_optimizer.state[shard.flat] if kinds else {}
             for kind in kinds:
                 state.setdefault(kind, torch.zeros_like(shard.flat, requires_grad=False))

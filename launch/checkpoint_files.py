@@ -52,7 +52,7 @@ class TrainingState:
         num_ranks, zero_stage: of the run that saved it.
         parameters: name -> shape.
         groups: optimizer group -> parameter names.
-        optimizer_tensors: kinds of per-parameter optimizer tensors, e.g. exp_avg.
+        optimizer_tensors: kinds of per-parameter optimizer tensors, e.g. exp_avg; a parameter may lack some of them.
         optimizer_scalars: per-optimizer numbers, e.g. AdamW's step.
         policy_state: of a per-head query/key policy, see `launch.qk_control`.
         data_fingerprints: of every source, see `launch.training_data.fingerprint`.
@@ -201,10 +201,11 @@ class CheckpointReader:
             except (OSError, SafetensorError) as error:
                 raise RunError(f"{path}: cannot be read: {error}") from None
             ranges = json.loads((reader.metadata() or {}).get("ranges", "{}"))
+            present = set(reader.keys())
             for name, (start, stop) in ranges.items():
-                for kind in (MASTER, *self.state.optimizer_tensors):
-                    key = f"{kind}/{name}"
-                    self._pieces.setdefault(key, []).append(_Piece(start, stop, reader, key))
+                for key in (f"{kind}/{name}" for kind in (MASTER, *self.state.optimizer_tensors)):
+                    if key in present:
+                        self._pieces.setdefault(key, []).append(_Piece(start, stop, reader, key))
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -213,6 +214,17 @@ class CheckpointReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    def optimizer_tensors(self, name: str) -> list[str]:
+        """The kinds of optimizer tensors that a parameter has; none when the run had made no step.
+
+        Raises:
+            RunError: others have some, but not this one.
+        """
+        kinds = [kind for kind in self.state.optimizer_tensors if f"{kind}/{name}" in self._pieces]
+        if self.state.optimizer_tensors and not kinds:
+            raise RunError(f"{self.path}: has no optimizer state of {name}")
+        return kinds
 
     def read_range(self, kind: str, name: str, out: Tensor, start: int) -> None:
         """Fills the 1-D `out` with numbers [start, start + len(out)) of the flattened tensor `kind` of a parameter.
@@ -241,6 +253,12 @@ class CheckpointReader:
         """A tensor of one rank's file that belongs to no parameter (e.g. `rng/cpu`); None when it is absent."""
         with safe_open(self.path / rank_file(rank), framework="pt") as reader:
             return reader.get_tensor(key) if key in reader.keys() else None  # noqa: SIM118 - not a mapping
+
+    def read_rank_tensors(self, rank: int, prefix: str) -> dict[str, Tensor]:
+        """All tensors of one rank's file under a prefix, by what follows it."""
+        with safe_open(self.path / rank_file(rank), framework="pt") as reader:
+            names = [key for key in reader.keys() if key.startswith(prefix)]  # noqa: SIM118 - not a mapping
+            return {name.removeprefix(prefix): reader.get_tensor(name) for name in names}
 
 
 def parameter_mismatches(saved: Mapping[str, list[int]], wanted: Mapping[str, Sequence[int]]) -> Iterator[str]:

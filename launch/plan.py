@@ -12,7 +12,8 @@ import yaml
 
 from configs.schema import Config, ModelConfig
 from launch.deepspeed_config import deepspeed_config
-from launch.optimizer import group_rates
+from launch.muon import MUON
+from launch.optimizer import group_algorithm, group_rates, optimizer_groups
 from launch.run_folder import RunFolder
 from launch.topology import detect_topology
 from model.attention.mla import latent_sizes
@@ -21,7 +22,6 @@ from model.flops import flops_per_token
 from model.gpt import GPT
 from model.initialisation import describe_init
 from model.parameters import Kind, collect_specs
-from model.stability.groups import group_names
 
 ASSUMED_VOCAB_SIZE = 32_768
 GIGABYTE = 1e9
@@ -40,7 +40,7 @@ def print_plan(config: Config) -> None:
         ("Initial values", _init_lines(model)),
         ("Optimizer groups", _group_lines(model, config)),
         ("Batch", _batch_lines(config, world_size)),
-        ("Memory of one rank (estimate)", _memory_lines(model.num_parameters, config)),
+        ("Memory of one rank (estimate)", _memory_lines(model, config)),
         ("DeepSpeed configuration", [json.dumps(_deepspeed(config, model, world_size), indent=1)]),
     )
     for title, lines in sections:
@@ -70,12 +70,18 @@ def accumulation_steps(config: Config, world_size: int) -> int:
     return math.ceil(samples / (config.train.micro_batch_size * world_size))
 
 
-def memory_bytes(num_parameters: int, config: Config, stage: int, num_ranks: int) -> dict[str, float]:
+def memory_bytes(
+    num_parameters: int, config: Config, stage: int, num_ranks: int, num_muon: int = 0
+) -> dict[str, float]:
     """Bytes of one rank by what they hold, from the layout that DeepSpeed uses at each stage and precision.
 
     fp32: 4-byte weights and gradients, 8 for AdamW's moments, and from stage 1 on 4 for separate masters.
     bf16: 2-byte weights; fp32 masters and moments (12); gradients accumulated in fp32 (4), at stage 1 for the whole
-    model. Stage 0 in bf16 keeps fp32 weights and casts them on use.
+    model. Stage 0 in bf16 keeps fp32 weights and casts them on use. Muon has one moment instead of two; what it needs
+    for the time of a step (see `launch.muon`) is not counted, since the activations are gone by then.
+
+    Args:
+        num_muon: how many of the parameters have Muon.
     """
     weight_share = num_ranks if stage == 3 else 1
     optimizer_share = num_ranks if stage >= 1 else 1
@@ -88,7 +94,7 @@ def memory_bytes(num_parameters: int, config: Config, stage: int, num_ranks: int
     return {
         "weights": weights * num_parameters / weight_share,
         "gradients": gradients * num_parameters / gradient_share,
-        "optimizer": optimizer * num_parameters / optimizer_share,
+        "optimizer": (optimizer * num_parameters - 4 * num_muon) / optimizer_share,
         "activations": _activation_bytes(config),
         "logits": _logit_bytes(config),
     }
@@ -150,7 +156,7 @@ def _parameter_lines(model: GPT, config: Config) -> list[str]:
 
 def _init_lines(model: GPT) -> list[str]:
     rows = [
-        (row.pattern, "x".join(map(str, row.shape)), row.count, "ones" if row.std is None else f"{row.std:.5f}")
+        (row.pattern, "x".join(map(str, row.shape)), row.count, f"{row.value:g}" if row.std is None else f"{row.std:.5f}")
         for row in describe_init(model)
     ]
     return _table(("parameter", "shape", "count", "standard deviation"), rows)
@@ -158,12 +164,13 @@ def _init_lines(model: GPT) -> list[str]:
 
 def _group_lines(model: GPT, config: Config) -> list[str]:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    groups = group_names(collect_specs(model))
+    groups = optimizer_groups(collect_specs(model), config)
     peak_step = min(config.optim.warmup_steps, config.train.steps - 1)
     rates = group_rates(peak_step, config, groups)
     rows = [
         (
             group.value,
+            group_algorithm(group, config),
             len(names),
             f"{sum(sizes[name] for name in names):,}",
             f"{rates[group.value]:.3g}",
@@ -171,7 +178,7 @@ def _group_lines(model: GPT, config: Config) -> list[str]:
         )
         for group, names in groups.items()
     ]
-    return _table(("group", "tensors", "parameters", "peak learning rate", "weight decay"), rows)
+    return _table(("group", "optimizer", "tensors", "parameters", "peak learning rate", "weight decay"), rows)
 
 
 def _batch_lines(config: Config, world_size: int) -> list[str]:
@@ -188,11 +195,21 @@ def _batch_lines(config: Config, world_size: int) -> list[str]:
     ]
 
 
-def _memory_lines(num_parameters: int, config: Config) -> list[str]:
+def count_muon(model: GPT, config: Config) -> int:
+    """How many of the model's parameters have Muon."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    groups = optimizer_groups(collect_specs(model), config)
+    return sum(
+        sizes[name] for group, names in groups.items() if group_algorithm(group, config) == MUON for name in names
+    )
+
+
+def _memory_lines(model: GPT, config: Config) -> list[str]:
+    num_muon = count_muon(model, config)
     rows = []
     for stage in (0, 1, 2, 3):
         for ranks in (1, 8, 64):
-            parts = memory_bytes(num_parameters, config, stage, ranks)
+            parts = memory_bytes(model.num_parameters, config, stage, ranks, num_muon)
             figures = [f"{value / GIGABYTE:.3f}" for value in (*parts.values(), sum(parts.values()))]
             chosen = "*" if stage == config.deepspeed.zero_stage else ""
             rows.append((f"{stage}{chosen}", ranks, *figures))

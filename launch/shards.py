@@ -84,6 +84,15 @@ def _pieces(engine: Any, name: str, parameter: Any) -> Iterator[Shard]:
         yield Shard(name, tuple(parameter.shape), 0, parameter.numel(), parameter, 0, True)
 
 
+def local_flats(engine: Any) -> list[Tensor]:
+    """The tensors that the base optimizer updates on this rank, in the same order on all ranks."""
+    if engine.zero_optimization_stage() == 0:
+        return list(engine.module.parameters())
+    if hasattr(engine.optimizer, "fp32_partitioned_groups_flat"):
+        return list(engine.optimizer.fp32_partitioned_groups_flat)
+    return _flat_partitions(engine.optimizer)
+
+
 def _flat_partitions(zero_optimizer: Any) -> list[Tensor]:
     """This rank's flat fp32 partition of every parameter group (stages 1 and 2; BF16_Optimizer names it otherwise)."""
     if hasattr(zero_optimizer, "single_partition_of_fp32_groups"):

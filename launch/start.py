@@ -123,6 +123,13 @@ def _checked_resume(checkpoint: Path, config: Config, data: TrainingData) -> Sta
             f"{checkpoint} is of another model or data: {'; '.join(problems)}. "
             "To start a new run from its weights, set run.init_from instead"
         )
+    saved_optimizer = read_config(checkpoint).optim.name
+    if saved_optimizer != config.optim.name:
+        raise RunError(
+            f"{checkpoint} holds the state of optim.name={saved_optimizer}, which is of no use to optim.name="
+            f"{config.optim.name}. Set optim.name={saved_optimizer} to go on, or start a new run (another run.name) "
+            f"from its weights with run.init_from={checkpoint}"
+        )
     if state.step > last_step(config):
         raise RunError(
             f"{checkpoint} is at step {state.step}, beyond the last step {last_step(config)} "

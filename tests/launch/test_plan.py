@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from configs.load import load_config
-from launch.plan import memory_bytes, print_plan
+from launch.plan import count_muon, memory_bytes, print_plan
 from model.gpt import GPT
 from model.initialisation import initialise
 from tests.conftest import ROOT, python
@@ -60,6 +60,32 @@ def test_memory_by_the_zero_paper() -> None:
     extra = 2 * 7.5e9 / 64
     assert sums[2] - extra == pytest.approx(16.6e9, rel=0.01)
     assert sums[3] - extra == pytest.approx(1.9e9, rel=0.02)
+
+
+def test_muon_in_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """Hidden matrices have Muon and one moment; the embedding, the head and the gains have AdamW and two."""
+    settings = ["model.vocab_size=32000", "model.attention.qk_norm=true", "optim={name: muon, lr: 2e-3}"]
+    config = load_config(ROOT / "configs/gpt-7b.yaml", [*settings, "optim.muon.adamw_lr=1e-3"])
+    print_plan(config)
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {row[0]: row[1:] for row in cells if row[1:2] in (["muon"], ["adamw"])}
+    hidden = 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 11_008)
+    query_key = 32 * (4096**2 + 4096 * 1024)
+    assert rows["query_key"][::2] == ["muon", f"{query_key:,}", "0.1"]
+    assert rows["decay"] == ["muon", "160", f"{hidden - query_key:,}", "0.002", "0.1"]
+    assert rows["head"] == ["adamw", "1", f"{32_000 * 4096:,}", "0.001", "0.1"]
+    assert rows["no_decay"][0] == rows["query_key_no_decay"][0] == "adamw"
+    assert rows["no_decay"][3] == "0.001"
+
+    with torch.device("meta"):
+        model = GPT(config.model)
+    assert count_muon(model, config) == hidden
+    assert count_muon(model, load_config(ROOT / "configs/gpt-7b.yaml", settings[:2])) == 0
+    for stage, num_ranks, masters in ((0, 1, 0), (1, 8, 4), (2, 8, 4), (3, 64, 4)):
+        expected = ((masters + 8) * (model.num_parameters - hidden) + (masters + 4) * hidden) / num_ranks
+        in_fp32 = config.model_copy(update={"train": config.train.model_copy(update={"precision": "fp32"})})
+        parts = memory_bytes(model.num_parameters, in_fp32, stage, num_ranks, hidden)
+        assert parts["optimizer"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

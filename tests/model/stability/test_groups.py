@@ -39,6 +39,19 @@ def test_a_tied_head_does_not_decay(make_model):
     assert not any("head" in name for names in groups.values() for name in names)
 
 
+def test_an_untied_head_can_have_a_group_of_its_own(make_model):
+    """Then the hidden groups hold matrices between hidden states only."""
+    specs = collect_specs(make_model(qk_norm=True))
+    groups = group_names(specs, separate_head=True)
+    assert groups[GroupName.HEAD] == ["head.weight"]
+    assert GroupName.HEAD.is_decayed and not GroupName.HEAD.is_query_key
+    hidden = [name for group, names in groups.items() if group.is_hidden for name in names]
+    matrices = ("query", "key", "value", "output", "gate", "up", "down")
+    assert hidden and all(name.split(".")[-2] in matrices for name in hidden)
+    assert sorted(name for names in groups.values() for name in names) == sorted(specs)
+    assert GroupName.HEAD not in group_names(collect_specs(make_model(tie_embeddings=True)), separate_head=True)
+
+
 def test_group_of_gains_exists_only_with_query_key_norms(make_model):
     assert GroupName.QUERY_KEY_NO_DECAY not in group_names(collect_specs(make_model()))
     assert group_of(ParameterSpec(Kind.QK_NORM_GAIN)) is GroupName.QUERY_KEY_NO_DECAY
@@ -52,6 +65,7 @@ def test_learning_rate_scale(policy, query_key_scale):
         GroupName.QUERY_KEY_NO_DECAY: query_key_scale,
         GroupName.DECAY: 1.0,
         GroupName.NO_DECAY: 1.0,
+        GroupName.HEAD: 1.0,
     }
 
 

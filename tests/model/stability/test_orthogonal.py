@@ -1,0 +1,89 @@
+"""Newton-Schulz acts on singular values only, by its polynomial: compared with an SVD in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model.stability.orthogonal import orthogonalise, step_scale
+
+SHAPES = [(12, 12), (8, 30), (30, 8), (1, 7), (7, 1), (3, 10, 24), (2, 3, 24, 10)]
+
+
+def by_svd(matrices: torch.Tensor, steps: int) -> torch.Tensor:
+    """The iteration's polynomial applied to the singular values, with M / |M| = U S V'."""
+    u, s, vh = torch.linalg.svd(matrices.double(), full_matrices=False)
+    s = s / s.square().sum(-1, keepdim=True).sqrt()
+    for _ in range(steps):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u @ torch.diag_embed(s) @ vh
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("steps", [1, 5, 7])
+def test_equal_to_the_polynomial_of_the_singular_values(shape: tuple[int, ...], steps: int) -> None:
+    matrices = random(*shape)
+    torch.testing.assert_close(
+        orthogonalise(matrices, steps, torch.float64), by_svd(matrices, steps), rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_single_precision_grows_rounding_by_the_slope_at_zero_at_most(shape: tuple[int, ...]) -> None:
+    matrices = random(*shape).float()
+    result = orthogonalise(matrices)
+    assert result.dtype == torch.float32
+    error = torch.linalg.matrix_norm(result.double() - by_svd(matrices, 5), ord=2)
+    assert error.max() <= 3.4445**5 * torch.finfo(torch.float32).eps
+
+
+def test_ill_conditioned_matrices_in_single_precision() -> None:
+    """Singular values from 1 to 1e-6: the small ones are where errors grow."""
+    u, v = (torch.linalg.qr(random(n, n)).Q for n in (20, 21))
+    matrix = (u * torch.logspace(0, -6, 20, dtype=torch.float64)) @ v[:20]
+    error = torch.linalg.matrix_norm(orthogonalise(matrix.float()).double() - by_svd(matrix, 5), ord=2)
+    assert error <= 3.4445**5 * torch.finfo(torch.float32).eps
+
+
+def test_singular_values_come_near_one() -> None:
+    values = torch.linalg.svdvals(orthogonalise(random(40, 30, 50)))
+    assert values.min() > 0.65 and values.max() < 1.25
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-9, 1e9])
+def test_the_size_of_the_input_does_not_matter(scale: float) -> None:
+    matrix = random(6, 9)
+    eps_share = 1e-12 / (scale * matrix.norm().item()) if scale > 1e-12 else None
+    result, expected = orthogonalise(matrix * scale, dtype=torch.float64), orthogonalise(matrix, dtype=torch.float64)
+    if eps_share is None:
+        assert result.norm() <= 1e-12, "what is only rounding noise stays small"
+    else:
+        torch.testing.assert_close(result, expected, rtol=0, atol=10 * eps_share + 1e-12)
+
+
+def test_a_zero_matrix_stays_zero() -> None:
+    assert orthogonalise(torch.zeros(2, 4, 5)).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (8, 40), (40, 8)], ids=str)
+def test_near_torch_muon(shape: tuple[int, int]) -> None:
+    """One step of `torch.optim.Muon`, which iterates in bf16."""
+    gradient = random(*shape).float()
+    weight = torch.nn.Parameter(torch.zeros(shape))
+    weight.grad = gradient.clone()
+    torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.9, adjust_lr_fn="match_rms_adamw").step()
+    ours = -step_scale(*shape) * orthogonalise(gradient)
+    assert (weight.detach() - ours).norm() <= 0.03 * ours.norm()
+    in_bf16 = -step_scale(*shape) * orthogonalise(gradient, dtype=torch.bfloat16)
+    assert (weight.detach() - in_bf16).norm() <= 0.03 * ours.norm()
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(10, 10), (6, 20), (20, 6)])
+def test_an_orthogonal_step_has_adamw_size(rows: int, cols: int) -> None:
+    orthogonal = torch.linalg.qr(random(max(rows, cols), min(rows, cols))).Q
+    step = step_scale(rows, cols) * orthogonal
+    assert step.square().mean().sqrt().item() == pytest.approx(0.2, rel=1e-12)
