@@ -15,8 +15,9 @@ import random
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from typing import Any, NoReturn
 
 import numpy as np
@@ -31,15 +32,20 @@ from configs.schema import Config
 from data.loader import MicroBatch, StepBatch
 from launch.deepspeed_config import deepspeed_config
 from launch.errors import RunError
-from launch.optimizer import build_optimizer
-from launch.qk_control import QueryKeyControl
-from launch.shards import Shard, local_shards, publish_masters
+from launch.head_weights import HeadWeights
+from launch.monitor import AttentionMonitor, AttentionReport
+from launch.muon import MuonWithAdamW
+from launch.optimizer import build_optimizer, muon_blocks, optimizer_groups
+from launch.probe import DriftProbe, Probe
+from launch.qk_control import AdaptiveRule, Clipper, QuackRule, QueryKeyControl, Rule
+from launch.shards import Shard, local_flats, local_shards, publish_masters
 from launch.timing import Stopwatch
 from launch.topology import Topology, threads_per_rank
 from model.gpt import GPT
 from model.initialisation import init_parameter, initialise
 from model.parameters import ParameterSpec, collect_specs
-from model.stability.groups import group_names
+from model.stability.clip import attach_logit_maxima
+from model.stability.groups import GroupName
 from model.stability.layers import collect_layouts
 
 NUM_FIXED_COLUMNS = 9  # columns of a rank's report before the groups' squared gradient norms
@@ -59,8 +65,9 @@ class StepReport:
         forward_seconds, data_seconds: per rank; the forward time is that of the step before.
         memory_bytes: per rank; allocated peak on GPU, resident on CPU.
         stop_requested: whether any rank was asked to stop.
-        qk_ratios: smallest, mean and largest per-head ratio that the step used in each layer, (3, L); None without a
-            per-head policy.
+        qk_statistics: of query/key control, by name, flattened; see `QueryKeyControl.statistics`.
+        qk_record: what the policy itself reports of the step.
+        attention: measured around the step, where it was due; on the ranks that compute it.
     """
 
     loss: float
@@ -74,14 +81,27 @@ class StepReport:
     data_seconds: tuple[float, ...]
     memory_bytes: tuple[float, ...]
     stop_requested: bool
-    qk_ratios: list[list[float]] | None = None
+    qk_statistics: dict[str, list[float]] = field(default_factory=dict)
+    qk_record: dict[str, Any] = field(default_factory=dict)
+    attention: AttentionReport | None = None
 
 
 class PendingReport:
     """The gathered rows of a step on their way to the host."""
 
-    def __init__(self, rows: Tensor, group_names: list[str], replicated: bool) -> None:
+    def __init__(
+        self,
+        rows: Tensor,
+        group_names: list[str],
+        qk_widths: dict[str, int],
+        qk_record: dict[str, Any],
+        attention: AttentionReport | None,
+        replicated: bool,
+    ) -> None:
+        self._attention = attention
         self._group_names = group_names
+        self._qk_widths = qk_widths
+        self._qk_record = qk_record
         self._replicated = replicated
         self._event: torch.cuda.Event | None = None
         if rows.is_cuda:
@@ -98,8 +118,8 @@ class PendingReport:
             self._event.synchronize()
         rows = self._rows.tolist()
         loss_sum, z_sum, num_targets, grad_norm, applied, stop, forward, data, memory, *rest = zip(*rows, strict=True)
-        squares, ratios = rest[: len(self._group_names)], [column[0] for column in rest[len(self._group_names) :]]
-        num_layers = len(ratios) // 3
+        squares = rest[: len(self._group_names)]
+        qk_values = iter([column[0] for column in rest[len(self._group_names) :]])
         targets = int(sum(num_targets))
         copies = len(rows) if self._replicated else 1
         clipped = [math.sqrt(sum(column) / copies) for column in squares]
@@ -120,7 +140,9 @@ class PendingReport:
             data_seconds=data,
             memory_bytes=memory,
             stop_requested=any(stop),
-            qk_ratios=[ratios[i * num_layers : (i + 1) * num_layers] for i in range(3)] if ratios else None,
+            qk_statistics={name: list(islice(qk_values, width)) for name, width in self._qk_widths.items()},
+            qk_record=self._qk_record,
+            attention=self._attention,
         )
 
 
@@ -267,11 +289,21 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, config: Config, topology: Topology, device: torch.device, accumulation: int
+        self,
+        model: GPT,
+        config: Config,
+        topology: Topology,
+        device: torch.device,
+        accumulation: int,
+        probe_tokens_BT: Tensor | None = None,
     ) -> None:
+        """Args:
+        accumulation: micro-batches of a step.
+        probe_tokens_BT: what attention is measured on, the same on all ranks; None: nothing is measured.
+        """
         self.device = device
         specs = collect_specs(model)
-        self.groups = group_names(specs)
+        self.groups = optimizer_groups(specs, config)
         self._config = config
         self._topology = topology
         self._replicated = config.deepspeed.zero_stage == 0
@@ -288,7 +320,12 @@ class Engine:
         if config.train.compile:
             self.module.compile_blocks()
         self.base_optimizer: torch.optim.Optimizer = self._engine.basic_optimizer
-        self._control = self._build_control(specs)
+        if isinstance(self.base_optimizer, MuonWithAdamW):
+            blocks = muon_blocks(specs, self.parameter_shapes(), config)
+            self.base_optimizer.bind(blocks, self.shards(), local_flats(self._engine))
+        probe = None if probe_tokens_BT is None else self._build_probe(probe_tokens_BT)
+        self._control = self._build_control(specs, probe)
+        self._monitor = None if probe is None else self._build_monitor(probe)
         self.base_optimizer.register_step_pre_hook(self._before_base_step)
         self.base_optimizer.register_step_post_hook(self._after_base_step)
 
@@ -310,20 +347,24 @@ class Engine:
         return local_shards(self._engine)
 
     def policy_state(self) -> dict[str, Any]:
-        """What a per-head policy must remember, for a checkpoint; the same on all ranks."""
+        """What a query/key policy must remember, for a checkpoint; the same on all ranks."""
         return self._control.state() if self._control else {}
 
-    def load_policy_state(self, state: dict[str, Any]) -> None:
+    def policy_tensors(self) -> dict[str, Tensor]:
+        """Its tensors, likewise."""
+        return self._control.tensors() if self._control else {}
+
+    def load_policy(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Takes the policy's part of a checkpoint."""
         if self._control:
-            self._control.load_state(state)
+            self._control.load(state, tensors)
 
     def publish_masters(self) -> None:
         """After the masters were changed from outside: brings the working weights in line. Collective."""
         publish_masters(self._engine)
 
     def train_step(
-        self, batch: StepBatch, rates: dict[str, float], data_seconds: float, stop_requested: bool
+        self, step: int, batch: StepBatch, rates: dict[str, float], data_seconds: float, stop_requested: bool
     ) -> PendingReport:
         """Forward and backward passes over the micro-batches, then one optimizer step. Collective.
 
@@ -331,6 +372,7 @@ class Engine:
         ranks: each rank scales its sums by ranks / targets, and DeepSpeed averages over the ranks.
 
         Args:
+            step: finished optimizer steps.
             batch: this rank's micro-batches.
             rates: the learning rate of every group.
             data_seconds: how long this rank waited for the batch.
@@ -340,21 +382,27 @@ class Engine:
             RunError: the optimizer used another rate than it was given.
         """
         self._set_rates(rates)
+        meter = None
+        if self._monitor is not None and self._control is not None and self._monitor.is_due(step):
+            self._monitor.before_step()
+            meter = self._control.measure_step()
         if self._control:
-            self._control.prepare()
+            self._control.prepare(step, rates[GroupName.DECAY.value] / self._config.optim.lr)
         forward_seconds = self._forward_watch.take()
         num_targets = torch.full((), float(batch.num_targets), device=self.device)
         dist.all_reduce(num_targets)
         scale = self.world_size / num_targets
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         z_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for micro_batch in batch.micro_batches:
+        for index, micro_batch in enumerate(batch.micro_batches):
             self._forward_watch.start()
             objective, cross_entropy, z_loss = self._forward(micro_batch)
             self._forward_watch.stop()
             loss_sum += cross_entropy
             z_sum += z_loss
             self._engine.backward(objective * scale, scale_wrt_gas=False)
+            if self._control and index == len(batch.micro_batches) - 1:
+                self._control.after_backward()
             self._engine.step()
         if self._engine.was_step_applied() and self._used_rates != rates:
             raise RunError(f"the optimizer used the learning rates {self._used_rates}, but {rates} were set")
@@ -367,7 +415,11 @@ class Engine:
             data_seconds,
             self._memory_bytes(),
         ]
-        return self._gather(loss_sum, z_sum, host_values)
+        attention = None
+        if self._monitor is not None and self._control is not None and meter is not None:
+            attention = self._monitor.after_step(meter)
+            self._control.meter = None
+        return self._gather(loss_sum, z_sum, host_values, attention)
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """Cross-entropy in nats per target over all ranks' batches; every rank passes equally many. Collective."""
@@ -394,6 +446,8 @@ class Engine:
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         tokens = micro_batch.tokens.to(self.device, non_blocking=True)
         targets = micro_batch.targets.to(self.device, non_blocking=True)
+        if self._control and self.module.training:
+            self._control.before_micro_batch(targets)
         objective, cross_entropy, z_loss = self._engine(tokens, targets, self._config.train.z_loss)
         return objective, cross_entropy, z_loss
 
@@ -426,20 +480,51 @@ class Engine:
         if self._control:
             self._control.after_base_step(_all_params(optimizer))
 
-    def _build_control(self, specs: Mapping[str, ParameterSpec]) -> QueryKeyControl | None:
-        if self._config.qk_control.policy != "quack":
+    def _build_control(self, specs: Mapping[str, ParameterSpec], probe: Probe | None) -> QueryKeyControl | None:
+        """What `qk_control` asks for beyond the groups' rates; None when there is nothing to do or to measure."""
+        settings, model = self._config.qk_control, self._config.model
+        is_idle = settings.policy in ("none", "constant") and settings.clip_threshold is None
+        if is_idle and probe is None:
             return None
         heads = {name: spec.num_heads for name, spec in specs.items()}
         numel = {name: math.prod(shape) for name, shape in self.parameter_shapes().items()}
-        return QueryKeyControl(
-            collect_layouts(self.module, heads, numel),
-            self.shards(),
-            has_qk_norm=self._config.model.attention.qk_norm,
-            max_ratio=self._config.qk_control.max_ratio,
-            is_replicated=self._replicated,
-        )
+        weights = HeadWeights(collect_layouts(self.module, heads, numel), self.shards(), self.device, self._replicated)
+        rule: Rule | None = None
+        if settings.policy == "quack":
+            rule = QuackRule(weights, model.attention.qk_norm, settings.max_ratio)
+        elif settings.policy == "adaptive":
+            assert probe is not None, "the caller gives the probe batch"
+            warmup_steps = self._config.optim.warmup_steps
+            rule = AdaptiveRule(weights, DriftProbe(probe), settings.adaptive, settings.alpha, warmup_steps)
+        clipper = None
+        if settings.clip_threshold is not None:
+            maxima = attach_logit_maxima(self.module, settings.clip_threshold, self.device)
+            num_key_heads = model.num_kv_heads if model.attention.kind == "mha" else None
+            clipper = Clipper(maxima, settings.clip_threshold, num_key_heads)
+        return QueryKeyControl(weights, rule, clipper)
 
-    def _gather(self, loss_sum: Tensor, z_sum: Tensor, host_values: list[Any]) -> PendingReport:
+    def _build_probe(self, tokens_BT: Tensor) -> Probe:
+        return Probe(self.module, tokens_BT, self._config.monitor.probe_queries, self.device, self._whole)
+
+    def _build_monitor(self, probe: Probe) -> AttentionMonitor | None:
+        every_steps = self._config.monitor.every_steps
+        if every_steps is None:
+            return None
+        is_needed = self._topology.is_main or self._config.deepspeed.zero_stage == 3
+        return AttentionMonitor(probe, every_steps, is_needed)
+
+    def _whole(self, parameters: Iterable[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        """A context in which (sharded) parameters are whole. Collective at ZeRO stage 3."""
+        if self._config.deepspeed.zero_stage < 3:
+            return contextlib.nullcontext()
+        gathered: contextlib.AbstractContextManager[None] = import_deepspeed(self.device).zero.GatheredParameters(
+            list(parameters)
+        )
+        return gathered
+
+    def _gather(
+        self, loss_sum: Tensor, z_sum: Tensor, host_values: list[Any], attention: AttentionReport | None
+    ) -> PendingReport:
         names = [group.value for group in self.groups]
         values = [0.0, 0.0, *map(float, host_values), *[0.0] * len(names)]
         row = torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
@@ -451,11 +536,13 @@ class Engine:
             row[3] = norm
         for column, name in enumerate(names, start=NUM_FIXED_COLUMNS):
             row[column] = self._squares.get(name, 0.0)
-        if self._control:
-            row = torch.cat([row, self._control.ratio_statistics().flatten()])
+        statistics = self._control.statistics() if self._control else {}
+        row = torch.cat([row, *(values.flatten() for values in statistics.values())])
         rows = row.new_empty(self.world_size * row.numel())
         dist.all_gather_into_tensor(rows, row)
-        return PendingReport(rows.view(self.world_size, -1), names, self._replicated)
+        widths = {name: values.numel() for name, values in statistics.items()}
+        record = self._control.record() if self._control else {}
+        return PendingReport(rows.view(self.world_size, -1), names, widths, record, attention, self._replicated)
 
     def _memory_bytes(self) -> float:
         if self.device.type == "cuda":

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 
@@ -100,6 +101,16 @@ def training_batches(
         vocab_size=data.num_token_ids,
         pin_for=device if device.type == "cuda" else None,
     )
+
+
+def probe_batch(data: TrainingData, config: Config) -> torch.Tensor:
+    """Tokens (B, T) of the first training samples, on which attention is measured; the same on all ranks."""
+    num_sequences, seq_len = config.monitor.probe_sequences, sequence_length(config)
+    located = data.order.locate(np.arange(num_sequences))
+    windows = np.empty((num_sequences, seq_len + 1), np.int64)
+    for row, (source, window) in enumerate(zip(located.source.tolist(), located.window.tolist(), strict=True)):
+        data.sources[source].read_window(window, seq_len, windows[row])
+    return torch.from_numpy(windows[:, :-1].copy())
 
 
 def fixed_batches(

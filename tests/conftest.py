@@ -24,6 +24,16 @@ VOCAB_SIZE = 96
 NUM_TOKENS = 20_000
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full-product", action="store_true", help="every combination of the exactness tests (an hour)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full-product"):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0))
+
+
 @dataclass(frozen=True)
 class Finished:
     """A process that has ended."""

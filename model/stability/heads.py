@@ -57,3 +57,14 @@ def scale_step(piece: Tensor, old: Tensor, start: int, head_numel: int, ratio_H:
         before = old.narrow(0, offset, length).view(heads, -1)
         ratio = ratio_H[head : head + heads, None]
         new.copy_(torch.where(ratio == 1, new, before + ratio * (new - before)))
+
+
+def scale_heads(piece: Tensor, start: int, head_numel: int, factor_H: Tensor) -> None:
+    """Multiplies each head's part of a flat piece by its factor, in place.
+
+    Args:
+        piece: 1-D, numbers [start, start + len) of the flattened matrix.
+        factor_H: one factor a head of the whole matrix.
+    """
+    for head, heads, offset, length in head_ranges(start, start + piece.numel(), head_numel):
+        piece.narrow(0, offset, length).view(heads, -1).mul_(factor_H[head : head + heads, None])

@@ -18,7 +18,7 @@ from data.loader import StepBatch
 from launch.engine import Engine, PendingReport, StepReport, build_model
 from launch.optimizer import build_optimizer, group_rates
 from launch.topology import Topology
-from launch.training_data import TrainingData, batch_geometry, training_batches
+from launch.training_data import TrainingData, batch_geometry, probe_batch, training_batches
 from model.gpt import GPT
 from model.initialisation import initialise
 from model.parameters import collect_specs
@@ -89,7 +89,9 @@ class EngineLoop:
     def __init__(self, config: Config, data: TrainingData, topology: Topology, device: torch.device) -> None:
         self._config = config
         geometry = batch_geometry(config, topology.world_size)
-        self.engine = Engine(build_model(config, topology, device), config, topology, device, geometry.accumulation)
+        probe_tokens = probe_batch(data, config)
+        model = build_model(config, topology, device)
+        self.engine = Engine(model, config, topology, device, geometry.accumulation, probe_tokens)
         self._loader = training_batches(data, config, geometry, topology.rank, 0, device)
         self._pending: PendingReport | None = None
         self._step = 0
@@ -102,7 +104,7 @@ class EngineLoop:
         batch = next(self._loader)
         self.data_seconds.append(time.perf_counter() - start)
         rates = group_rates(self._step, self._config, self.engine.groups)
-        report = self.engine.train_step(batch, rates, self.data_seconds[-1], stop_requested=False)
+        report = self.engine.train_step(self._step, batch, rates, self.data_seconds[-1], stop_requested=False)
         self.read_pending()
         self._pending = report
         self._step += 1

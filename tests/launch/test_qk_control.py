@@ -1,45 +1,41 @@
-"""Query/key policies change each head's step exactly as a plain single-process loop does, at every ZeRO stage.
+"""Query/key control changes the weights exactly as a plain single-process loop does, at every ZeRO stage.
 
-The reference is written from the paper's formulas: AdamW over whole matrices, and after its step each head goes back to
-`old + ratio * (new - old)`. Weight decay and clipping are on. Sizes are such that heads straddle the shards' borders.
+The reference (`qk_reference`) is written from the papers' formulas: AdamW over whole matrices, after its step each
+head goes back to `old + ratio * (new - old)`, and clipping multiplies heads. Weight decay and gradient clipping are on,
+sizes are such that heads straddle the shards' borders, and the batch does not divide.
+
+    bash launch/test.sh tests/launch/test_qk_control.py --full-product      runs every combination instead of a subset
 """
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from configs.load import load_config
 from configs.schema import Config
-from data.loader import BatchGeometry, StepLoader
-from data.order import SampleOrder
-from data.source import TokenSource
 from launch.checkpoint_files import CheckpointReader, read_state
 from launch.errors import RunError
-from launch.qk_control import QueryKeyControl
-from launch.schedule import learning_rate
+from launch.head_weights import HeadWeights
+from launch.qk_control import QuackRule, QueryKeyControl
 from launch.shards import Shard
-from model.gpt import GPT
-from model.initialisation import initialise
-from model.parameters import Kind, collect_specs
+from model.parameters import Kind
 from model.stability.layers import HeadLayout
-from tests.conftest import VOCAB_SIZE, read_metrics
+from tests.conftest import read_metrics
+from tests.launch.qk_reference import Reference, is_controlled, reference, validation_loss
 
 NUM_STEPS = 5
-ALPHA = 1.25
 ROWS = 2
 SETTINGS = [
     f"train.steps={NUM_STEPS}",
     # The large epsilon keeps AdamW from turning rounding noise in tiny gradients into full steps.
     "optim={lr: 5.0e-3, eps: 1.0e-5, warmup_steps: 0, grad_clip: 0.5, weight_decay: 0.3}",
-    f"qk_control.alpha={ALPHA}",
-    "train.global_batch_tokens=384",
+    "train.global_batch_tokens=352",
     f"train.micro_batch_size={ROWS}",
     "model.dim=36",
     "model.head_dim=10",
@@ -52,212 +48,197 @@ ATTENTION = {
     "mla_norm": ["model.attention={kind: mla, mla: {q_latent_dim: 14, kv_latent_dim: 10, rope_dim: 6}}"],
     "mla_v2_lite": ["model.attention={kind: mla, mla: {kv_latent_dim: 10, rope_dim: 6, latent_norm: false}}"],
 }
-Weights = dict[str, torch.Tensor]
+# Between the heads' largest logits, so that some clip and others don't.
+THRESHOLD = {"mha": 0.06, "gqa": 0.06, "mla": 0.0028, "mla_norm": 0.026, "mla_v2_lite": 0.038}
+CONTROL = {
+    "none": ["qk_control.policy=none"],
+    "constant": ["qk_control={policy: constant, alpha: 1.25}"],
+    "quack": ["qk_control={policy: quack, alpha: 1.25}"],
+    "adaptive": [
+        "qk_control={policy: adaptive, alpha: 0.5, adaptive: {every_steps: 2, target: 0.02}}",
+        "monitor={probe_sequences: 1, probe_queries: 8}",
+    ],
+    "clip": ["qk_control.policy=none"],
+    "quack_clip": ["qk_control={policy: quack, alpha: 1.25}"],
+    "adaptive_clip": [
+        "qk_control={policy: adaptive, alpha: 0.5, adaptive: {every_steps: 2, target: 0.02}}",
+        "monitor={probe_sequences: 1, probe_queries: 8}",
+    ],
+}
 
 
-def is_controlled(name: str) -> bool:
-    """Whether a parameter belongs to the query/key groups: all of attention but values and outputs."""
-    return ".attention." in name and not name.endswith(("value.weight", "value_up.weight", "output.weight"))
+class Case(NamedTuple):
+    """One combination."""
+
+    num_ranks: int
+    control: str
+    attention: str
+    stage: int
+    precision: str
+
+    @property
+    def is_allowed(self) -> bool:
+        """Clipping and query/key norms exclude each other."""
+        return not (self.attention == "qk_norm" and "clip" in self.control)
 
 
-def head_norms(weights: Weights, layer: int, name: str, head_dim: int) -> list[float]:
-    """Frobenius norms of the heads of one matrix of a layer."""
-    return [float(head.norm()) for head in weights[f"blocks.{layer}.attention.{name}.weight"].split(head_dim)]
-
-
-def mha_factors(weights: Weights, layer: int, config: Config) -> dict[str, list[float]]:
-    """Algorithm 1, with shared key heads and query/key norms."""
-    q, k = (head_norms(weights, layer, name, 10) for name in ("query", "key"))
-    shared = len(q) // len(k)
-    if config.model.attention.qk_norm:
-        return {"query": q, "key": k}
-    return {
-        "query": [1 / k[head // shared] for head in range(len(q))],
-        "key": [1 / max(q[group * shared : (group + 1) * shared]) for group in range(len(k))],
-    }
-
-
-def mla_factors(weights: Weights, layer: int, config: Config) -> dict[str, list[float]]:
-    """Algorithm 2; a normalised latent has the size of its gain, and its matrix counts relatively."""
-
-    def norm(name: str) -> float:
-        return float(weights[f"blocks.{layer}.attention.{name}.weight"].norm())
-
-    has_query_latent = f"blocks.{layer}.attention.query_down.weight" in weights
-    uq, uk, qr = (
-        head_norms(weights, layer, name, width) for name, width in (("query_up", 10), ("key_up", 10), ("query_rope", 6))
-    )
-    kr, dkv, dq = norm("key_rope"), norm("kv_down"), norm("query_down") if has_query_latent else 1.0
-    own_q = own_kv = 1.0
-    if config.model.attention.mla.latent_norm:
-        own_q, own_kv = dq / norm("query_latent_norm"), dkv / norm("kv_latent_norm")
-        dq, dkv = norm("query_latent_norm"), norm("kv_latent_norm")
-    pairs = [a * b for a, b in zip(uq, uk, strict=True)]
-    factors = {
-        "query_up": [1 / (dq * key * dkv) for key in uk],
-        "key_up": [1 / (query * dq * dkv) for query in uq],
-        "query_rope": [1 / (dq * kr)] * len(qr),
-        "kv_down": [own_kv / (max(pairs) * dq)],
-        "key_rope": [1 / (max(qr) * dq)],
-    }
-    if has_query_latent:
-        factors["query_down"] = [own_q * min(1 / (max(pairs) * dkv), 1 / (max(qr) * kr))]
-    return factors
-
-
-def quack_by_hand(weights: Weights, initial: Weights, config: Config) -> dict[str, list[float]]:
-    """The ratio of each head of every query/key matrix: factor now / factor at the start."""
-    factors = mla_factors if config.model.attention.kind == "mla" else mha_factors
-    ratios = {}
-    for layer in range(config.model.num_layers):
-        now, start = (factors(table, layer, config) for table in (weights, initial))
-        for name in now:
-            quotients = [a / b for a, b in zip(now[name], start[name], strict=True)]
-            ratios[f"blocks.{layer}.attention.{name}.weight"] = quotients
-    return ratios
-
-
-def reference(config: Config, policy: str, num_ranks: int) -> tuple[Weights, Weights, list[dict[str, list[float]]]]:
-    """(initial weights, final masters, ratios of every step) of a plain loop with the run's micro-batches."""
-    stage0 = config.deepspeed.zero_stage == 0
-    bf16 = config.train.precision == "bf16"
-    model = GPT(config.model)
-    initialise(model, config.run.seed)
-    if bf16 and not stage0:
-        model.bfloat16()
-    specs = collect_specs(model)
-    parameters = dict(model.named_parameters())
-    masters = {name: parameter.detach().float().clone() for name, parameter in parameters.items()}
-    initial = copy.deepcopy(masters)
-    controlled = [name for name in specs if is_controlled(name)]
-    decayed = [name for name, master in masters.items() if master.dim() == 2 and name != "embedding.weight"]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [master], "name": name, "weight_decay": config.optim.weight_decay if name in decayed else 0.0}
-            for name, master in masters.items()
-        ],
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        fused=True,
-    )
-    source = TokenSource.open(config.data.sources[0].path)
-    order = SampleOrder([source.num_windows(32)], [1.0], config.run.seed)
-    samples = config.train.global_batch_tokens // 32
-    all_ratios = []
-    with StepLoader([source], order, BatchGeometry(samples, ROWS, samples // ROWS, 1), 32, 0, 0, VOCAB_SIZE) as loader:
-        for step in range(NUM_STEPS):
-            batch = next(loader)
-            sums = {name: torch.zeros_like(master) for name, master in masters.items()}
-            for micro_batch in batch.micro_batches:
-                with torch.autocast("cpu", torch.bfloat16, enabled=bf16 and stage0):
-                    loss, _, _ = model(micro_batch.tokens, micro_batch.targets)
-                (loss * (num_ranks / batch.num_targets)).backward()
-                for name, parameter in parameters.items():
-                    assert parameter.grad is not None
-                    sums[name] += parameter.grad.float()
-                    parameter.grad = None
-            for name, master in masters.items():
-                master.grad = sums[name] / num_ranks
-            torch.nn.utils.clip_grad_norm_(list(masters.values()), config.optim.grad_clip)
-            base = learning_rate(step, config.train.steps, config.optim)
-            for group in optimizer.param_groups:
-                group["lr"] = base * (ALPHA if group["name"] in controlled and policy != "none" else 1.0)
-            old = copy.deepcopy(masters)
-            ratios = quack_by_hand(masters, initial, config) if policy == "quack" else {}
-            optimizer.step()
-            for name, values in ratios.items():
-                width = masters[name].shape[0] // len(values)
-                heads = zip(old[name].split(width), masters[name].split(width), values, strict=True)
-                masters[name].copy_(torch.cat([before + ratio * (new - before) for before, new, ratio in heads]))
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(masters[name])
-            all_ratios.append(ratios)
-    return initial, masters, all_ratios
-
-
-def run_and_compare(
-    num_ranks: int,
-    cases: list[tuple[str, str, int, str]],
-    tiny_config: Path,
-    runs: Path,
-    run_cases: Callable[..., Any],
-) -> None:
-    """Runs (policy, attention, stage, precision) cases on some ranks, each against the reference."""
+def run_and_compare(cases: list[Case], tiny_config: Path, runs: Path, run_cases: Callable[..., Any]) -> None:
+    """Runs cases of one number of ranks, each against the reference."""
+    num_ranks = cases[0].num_ranks
     settings = {}
-    for policy, attention, stage, precision in cases:
-        name = f"{policy}_{attention}_s{stage}_{precision}_r{num_ranks}"
+    for case in cases:
+        name = f"{case.control}_{case.attention}_s{case.stage}_{case.precision}_r{num_ranks}"
         settings[name] = [
             *SETTINGS,
-            *ATTENTION[attention],
+            *ATTENTION[case.attention],
+            *CONTROL[case.control],
             f"run.name={name}",
-            f"qk_control.policy={policy}",
-            f"deepspeed.zero_stage={stage}",
-            f"train.precision={precision}",
+            f"deepspeed.zero_stage={case.stage}",
+            f"train.precision={case.precision}",
         ]
-        if stage == 3:
+        if "clip" in case.control:
+            settings[name].append(f"qk_control.clip_threshold={THRESHOLD[case.attention]}")
+        if case.stage == 3:
             settings[name].append("deepspeed.overrides.zero_optimization.stage3_param_persistence_threshold=64")
-    outcomes = run_cases(num_ranks, [(tiny_config, value) for value in settings.values()])
+    timeout = 120 + 10 * len(cases)
+    outcomes = run_cases(num_ranks, [(tiny_config, value) for value in settings.values()], timeout)
     assert outcomes == [[0] * len(cases)] * num_ranks, outcomes
+    problems = []
     for name, value in settings.items():
         config = load_config(tiny_config, value)
-        policy = config.qk_control.policy
-        initial, masters, ratios = reference(config, policy, num_ranks)
-        # With three ranks DeepSpeed divides bf16 gradients by 3, which rounds them once more.
-        tolerance = 1e-4 if config.train.precision == "fp32" else 1e-2 if num_ranks < 3 else 2e-2
-        # Another order of the ranks' sums flips roundings to bf16, which AdamW makes visible in small gradients.
-        tolerance_elsewhere = 1e-4 if config.train.precision == "fp32" else 3e-2
-        folder = runs / name
-        with CheckpointReader(folder / f"checkpoints/step_{NUM_STEPS:08d}") as reader:
-            for parameter, expected in masters.items():
-                step = reader.read_parameter(parameter) - initial[parameter]
-                expected_step = expected - initial[parameter]
-                bound = tolerance if is_controlled(parameter) and expected.dim() == 2 else tolerance_elsewhere
-                assert (step - expected_step).norm() <= bound * expected_step.norm(), (name, parameter)
-        if policy == "quack":
-            for record, expected_ratios in zip(read_metrics(folder), ratios, strict=True):
-                flat = [ratio for values in expected_ratios.values() for ratio in values]
-                assert record["qk_ratio"]["min"] == pytest.approx(min(flat), rel=tolerance), name
-                assert record["qk_ratio"]["max"] == pytest.approx(max(flat), rel=tolerance), name
-            assert max(abs(ratio - 1) for ratio in flat) > 0.02, "ratios of 1 would show nothing"
+        expected, model = reference(config, num_ranks)
+        problems += [f"{name}: {problem}" for problem in weight_problems(runs / name, config, expected, num_ranks)]
+        problems += [f"{name}: {problem}" for problem in record_problems(runs / name, config, expected)]
+        problems += [f"{name}: {problem}" for problem in copy_problems(runs / name, config, model)]
+    assert not problems, "\n".join(problems)
+
+
+def tolerances(config: Config, num_ranks: int) -> tuple[float, float]:
+    """For the change of query/key matrices, and of other weights."""
+    if config.train.precision == "fp32":
+        return 1e-4, 1e-4
+    # With three ranks DeepSpeed divides bf16 gradients by 3, which rounds them once more. Clipping multiplies whole
+    # weights by a factor that follows the largest logit, which bf16 knows to three digits. Another order of the ranks'
+    # sums flips roundings to bf16, which AdamW makes visible in small gradients.
+    is_rough = num_ranks == 3 or config.qk_control.clip_threshold is not None
+    return (2e-2 if is_rough else 1e-2), 3e-2
+
+
+def weight_problems(folder: Path, config: Config, expected: Reference, num_ranks: int) -> list[str]:
+    """Parameters whose change over the run is too far from the reference's."""
+    own, elsewhere = tolerances(config, num_ranks)
+    problems = []
+    with CheckpointReader(folder / f"checkpoints/step_{NUM_STEPS:08d}") as reader:
+        for name, master in expected.masters.items():
+            step = reader.read_parameter(name) - expected.initial[name]
+            expected_step = master - expected.initial[name]
+            error = float((step - expected_step).norm() / expected_step.norm())
+            if error > (own if is_controlled(name) and master.dim() == 2 else elsewhere):
+                problems.append(f"{name} is off by {error:.2e}")
+    return problems
+
+
+def record_problems(folder: Path, config: Config, expected: Reference) -> list[str]:
+    """Records that do not say what the reference did."""
+    tolerance = 1e-4 if config.train.precision == "fp32" else 2e-2
+    policy, has_clip = config.qk_control.policy, config.qk_control.clip_threshold is not None
+    records, problems = read_metrics(folder), []
+    for step, record in enumerate(records):
+        values = [ratio for heads in expected.ratios[step].values() for ratio in heads]
+        if values:
+            for key, value in {"min": min(values), "max": max(values)}.items():
+                if record["qk_ratio"][key] != pytest.approx(value, rel=tolerance):
+                    problems.append(f"step {step}: ratio {key} is {record['qk_ratio'][key]}, expected {value}")
+        if has_clip and abs(record["qk_clip"]["heads"] - expected.clipped_heads[step]) > (
+            0 if config.train.precision == "fp32" else 2
+        ):
+            problems.append(f"step {step}: {record['qk_clip']} of {expected.clipped_heads[step]} heads")
+    if policy in ("quack", "adaptive") and not max(abs(value - 1) for value in values) > 0.02:
+        problems.append("ratios of 1 show nothing")
+    if policy == "adaptive":
+        found = [record["qk_adaptive"]["alpha"] for record in records if "qk_adaptive" in record]
+        if found[-1] != pytest.approx(expected.alphas[-1], rel=tolerance) or len(found) != 2:
+            problems.append(f"alphas {found}, expected {expected.alphas}")
+    num_heads = config.model.num_layers * config.model.num_heads
+    if has_clip and not any(0 < count < num_heads for count in expected.clipped_heads):
+        problems.append(f"{expected.clipped_heads} clipped heads show nothing")
+    return problems
+
+
+def copy_problems(folder: Path, config: Config, model: Any) -> list[str]:
+    """The weights that the run computes with are the rounded masters: its last validation loss is theirs."""
+    with CheckpointReader(folder / f"checkpoints/step_{NUM_STEPS:08d}") as reader, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(reader.read_parameter(name))
+    found, expected = read_metrics(folder)[-1]["val_loss"], validation_loss(model, config)
+    return [] if found == pytest.approx(expected, rel=1e-6) else [f"validation loss {found}, expected {expected}"]
+
+
+PRODUCT = [
+    case
+    for case in map(Case._make, itertools.product((2, 3, 1), CONTROL, ATTENTION, (0, 1, 2, 3), ("fp32", "bf16")))
+    if case.is_allowed
+]
+
+
+def pairwise(cases: list[Case]) -> list[Case]:
+    """Few cases that together hold every pair of values that any case holds."""
+
+    def pairs(case: Case) -> set[Any]:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    missing = set().union(*map(pairs, cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(missing & pairs(case)))
+        missing -= pairs(best)
+        chosen.append(best)
+    return chosen
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_pairwise(num_ranks: int, tiny_config: Path, tmp_path: Path, run_cases: Any) -> None:
-    """Every pair of (policy, attention, stage, precision, ranks) values occurs."""
-    product = list(itertools.product(ATTENTION, (0, 1, 2, 3), ("fp32", "bf16")))
-    cases = [
-        ("constant" if index % 7 == num_ranks else "quack", *case)
-        for index, case in enumerate(product)
-        if index % 3 == num_ranks - 1
-    ]
-    run_and_compare(num_ranks, cases, tiny_config, tmp_path / "runs", run_cases)
+def test_exactness(
+    num_ranks: int, tiny_config: Path, tmp_path: Path, run_cases: Any, request: pytest.FixtureRequest
+) -> None:
+    chosen = PRODUCT if request.config.getoption("--full-product") else pairwise(PRODUCT)
+    cases = [case for case in chosen if case.num_ranks == num_ranks]
+    run_and_compare(cases, tiny_config, tmp_path / "runs", run_cases)
 
 
-def test_initial_norms_survive_a_stop_and_other_ranks(tiny_config: Path, tmp_path: Path, run_cases: Any) -> None:
-    settings = [*SETTINGS, *ATTENTION["gqa"], "qk_control.policy=quack"]
+@pytest.mark.parametrize("control", ["quack", "adaptive"])
+def test_the_policy_survives_a_stop_and_other_ranks(
+    control: str, tiny_config: Path, tmp_path: Path, run_cases: Any
+) -> None:
+    settings = [*SETTINGS, *ATTENTION["gqa"], *CONTROL[control]]
     whole = [*settings, "run.name=whole"]
     parts = [*settings, "run.name=parts"]
-    assert run_cases(1, [(tiny_config, whole), (tiny_config, [*parts, "train.stop_step=2"])]) == [[0, 0]]
+    # The stop falls into an interval of the adaptive policy, whose inputs and logits must come along.
+    assert run_cases(1, [(tiny_config, whole), (tiny_config, [*parts, "train.stop_step=3"])]) == [[0, 0]]
     assert run_cases(2, [(tiny_config, parts)]) == [[0], [0]]
     ours, expected = (read_metrics(tmp_path / "runs" / name) for name in ("parts", "whole"))
     for record, reference_record in zip(ours, expected, strict=True):
         assert record["loss"] == pytest.approx(reference_record["loss"], rel=1e-5)
         assert record["qk_ratio"]["min"] == pytest.approx(reference_record["qk_ratio"]["min"], rel=1e-5)
-    states = [
-        read_state(tmp_path / f"runs/{name}/checkpoints/step_{NUM_STEPS:08d}").policy_state
-        for name in ("parts", "whole")
-    ]
-    assert states[0] == states[1]
+        if control == "adaptive":
+            drifts, expected_drifts = (part.get("qk_adaptive", {}).get("drift") for part in (record, reference_record))
+            assert drifts == (expected_drifts and pytest.approx(expected_drifts, rel=1e-4))
+    if control == "quack":
+        norms = [
+            read_state(tmp_path / f"runs/{name}/checkpoints/step_{NUM_STEPS:08d}").policy_state["initial_norms"]
+            for name in ("parts", "whole")
+        ]
+        assert norms[0] == norms[1] and set(norms[0]) == {"query", "key"}
 
 
 def test_a_head_that_starts_at_zero_is_refused() -> None:
     weights = {"q": torch.ones(4, 3), "k": torch.cat([torch.ones(2, 3), torch.zeros(2, 3)])}
     shards = [Shard(name, (4, 3), 0, 12, weight, 0, True) for name, weight in weights.items()]
     layouts = {Kind.QUERY: HeadLayout(("q",), 2, 6), Kind.KEY: HeadLayout(("k",), 2, 6)}
-    control = QueryKeyControl(layouts, shards, has_qk_norm=False, max_ratio=None, is_replicated=True)
+    rule = QuackRule(
+        HeadWeights(layouts, shards, torch.device("cpu"), is_replicated=True), has_qk_norm=False, max_ratio=None
+    )
     with pytest.raises(RunError, match="head 1 of k is zero"):
-        control.prepare()
+        rule.update(0, 1.0)
 
 
 def test_given_the_same_step_each_head_is_exact_on_any_cut() -> None:
@@ -282,9 +263,11 @@ def test_given_the_same_step_each_head_is_exact_on_any_cut() -> None:
             for first, last in ((0, cut), (cut, 140))
             if first < last
         ]
-        control = QueryKeyControl(layouts, pieces, has_qk_norm=False, max_ratio=None, is_replicated=True)
-        control.load_state({kind.value: [values.tolist()] for kind, values in norms["start"].items()})
-        control.prepare()
+        weights = HeadWeights(layouts, pieces, torch.device("cpu"), is_replicated=True)
+        control = QueryKeyControl(weights, QuackRule(weights, has_qk_norm=False, max_ratio=None), clipper=None)
+        initial_norms = {kind.value: [values.tolist()] for kind, values in norms["start"].items()}
+        control.load({"initial_norms": initial_norms}, {})
+        control.prepare(0, 1.0)
         control.before_base_step(list(flats.values()))
         for name, flat in flats.items():
             flat += step[name].flatten()

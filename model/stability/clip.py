@@ -1,0 +1,126 @@
+"""QK-Clip (Kimi K2 report, arXiv 2507.20534): query/key weights shrink after a step whose largest logit was too large.
+
+    S_h = max over the step's batch of q·k / sqrt(K)        γ_h = min(1, threshold / S_h)
+
+    MHA   W_q^h and W_k^h times sqrt(γ_h)
+    GQA   γ of the largest S in the group, on the key head and its query heads (ours)
+    MLA   W_uq^h and W_uk^h times sqrt(γ_h), W_qr^h times γ_h; W_kr, which all heads share, stays
+
+The exact S_h costs a product of all queries with all keys. By Cauchy and Schwarz it is at most max‖q‖ max‖k‖ / sqrt(K),
+which costs next to nothing, so that only heads whose bound passes the threshold are computed.
+
+Shapes: B batch, T time, H query heads, G key heads, K query/key width, L layers.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from model.parameters import Kind
+
+CHUNK_NUMBERS = 1 << 24  # logits computed at once
+
+
+class LogitMaxima:
+    """Largest logit of every query head of one layer since the last `reset`; the layer calls `update` in training.
+
+    Attributes:
+        max_H: fp32; -inf for heads whose bound stayed below the threshold.
+        row_mask_B: which rows of the batch count; None: all. Set it before the layer runs.
+    """
+
+    def __init__(self, num_heads: int, threshold: float, device: torch.device) -> None:
+        self._threshold = threshold
+        self.max_H = torch.full((num_heads,), -torch.inf, device=device)
+        self.row_mask_B: Tensor | None = None
+
+    def reset(self) -> None:
+        """Forgets what it has seen."""
+        self.max_H.fill_(-torch.inf)
+
+    @torch.no_grad()
+    def update(self, q_BHTK: Tensor, k_BGTK: Tensor) -> None:
+        """Takes one forward pass into account."""
+        with torch.autocast(q_BHTK.device.type, enabled=False):
+            maxima_BH = causal_logit_maxima(q_BHTK.detach(), k_BGTK.detach(), self._threshold, self.row_mask_B)
+        torch.maximum(self.max_H, maxima_BH.amax(dim=0), out=self.max_H)
+
+
+def causal_logit_maxima(q_BHTK: Tensor, k_BGTK: Tensor, threshold: float, row_mask_B: Tensor | None = None) -> Tensor:
+    """Largest visible logit of every sequence and head (B, H), fp32; -inf where it cannot pass the threshold.
+
+    Args:
+        row_mask_B: sequences that count; None: all.
+    """
+    T, num_queries_per_key = q_BHTK.shape[2], q_BHTK.shape[1] // k_BGTK.shape[1]
+    scale = q_BHTK.shape[-1] ** -0.5
+    bound_BH = _largest_norm(q_BHTK) * _largest_norm(k_BGTK).repeat_interleave(num_queries_per_key, dim=1) * scale
+    passes_BH = bound_BH > threshold
+    if row_mask_B is not None:
+        passes_BH &= row_mask_B[:, None]
+    result_BH = torch.full_like(bound_BH, -torch.inf)
+    rows, heads = passes_BH.nonzero(as_tuple=True)
+    num_at_once = max(1, CHUNK_NUMBERS // T**2)
+    for start in range(0, len(rows), num_at_once):
+        row_N, head_N = rows[start : start + num_at_once], heads[start : start + num_at_once]
+        maxima_N = _causal_maxima(q_BHTK[row_N, head_N].float(), k_BGTK[row_N, head_N // num_queries_per_key].float())
+        result_BH[row_N, head_N] = maxima_N * scale
+    return result_BH
+
+
+def _largest_norm(heads_BHTK: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(heads_BHTK, dim=-1, dtype=torch.float32).amax(dim=-1)
+
+
+def _causal_maxima(q_NTK: Tensor, k_NTK: Tensor) -> Tensor:
+    """Largest q_t·k_s with s ≤ t of N heads (N), a chunk of queries at a time."""
+    N, T, _ = q_NTK.shape
+    chunk = max(1, CHUNK_NUMBERS // (N * T))
+    maxima = []
+    for start in range(0, T, chunk):
+        stop = min(start + chunk, T)
+        products_NQT = q_NTK[:, start:stop] @ k_NTK[:, :stop].mT
+        hidden_QT = torch.ones_like(products_NQT[0], dtype=torch.bool).triu(start + 1)
+        maxima.append(products_NQT.masked_fill_(hidden_QT, -torch.inf).amax(dim=(1, 2)))
+    return torch.stack(maxima).amax(dim=0)
+
+
+@runtime_checkable
+class WatchesLogits(Protocol):
+    """An attention layer that shows its queries and keys to `logit_maxima` when it has one."""
+
+    num_heads: int
+    logit_maxima: LogitMaxima | None
+
+
+def attach_logit_maxima(model: nn.Module, threshold: float, device: torch.device) -> list[LogitMaxima]:
+    """Gives every attention layer of a model its `LogitMaxima`, in the order of the layers."""
+    result = []
+    for module in model.modules():
+        if isinstance(module, WatchesLogits):
+            maxima = LogitMaxima(module.num_heads, threshold, device)
+            module.logit_maxima = maxima
+            result.append(maxima)
+    return result
+
+
+def clip_factors(max_LH: Tensor, threshold: float, num_key_heads: int | None) -> dict[Kind, Tensor]:
+    """What to multiply each head's weights with.
+
+    Args:
+        max_LH: largest logits; values that are not positive do not clip.
+        threshold: largest logit allowed.
+        num_key_heads: G of multi-head or grouped-query attention; None: latent attention.
+
+    Returns:
+        kind -> (L, heads), exactly 1 for heads below the threshold.
+    """
+    gamma_LH = torch.where(max_LH > threshold, threshold / max_LH, 1.0)
+    if num_key_heads is None:
+        return {Kind.QUERY_UP: gamma_LH.sqrt(), Kind.KEY_UP: gamma_LH.sqrt(), Kind.QUERY_ROPE: gamma_LH}
+    num_queries_per_key = max_LH.shape[1] // num_key_heads
+    key_LG = gamma_LH.unflatten(1, (num_key_heads, num_queries_per_key)).amin(dim=-1).sqrt()
+    return {Kind.QUERY: key_LG.repeat_interleave(num_queries_per_key, dim=1), Kind.KEY: key_LG}

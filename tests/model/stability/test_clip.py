@@ -1,0 +1,113 @@
+"""QK-Clip: the largest logits, the factors, and what they do to the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.attention.rotary import rotary_table
+from model.gpt import GPT
+from model.parameters import Kind
+from model.stability import clip
+from model.stability.clip import LogitMaxima, attach_logit_maxima, causal_logit_maxima, clip_factors
+
+
+def brute_force(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    T = q.shape[2]
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    logits = q.double() @ k.double().mT / q.shape[-1] ** 0.5
+    return logits.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf).amax(dim=(2, 3))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([1, 7, 64, 1 << 24]), st.floats(0.05, 6.0))
+def test_maxima_are_exact_where_they_pass_the_threshold(seed: int, chunk: int, threshold: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.rand(3, 4, 1, 1, generator=generator) * 2
+    q, k = torch.randn(3, 4, 11, 6, generator=generator) * scale, torch.randn(3, 2, 11, 6, generator=generator)
+    expected = brute_force(q, k)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clip, "CHUNK_NUMBERS", chunk)
+        found = causal_logit_maxima(q, k, threshold)
+    passes = expected > threshold
+    torch.testing.assert_close(found[passes].double(), expected[passes], rtol=1e-5, atol=1e-6)
+    is_known = ~found.isinf()
+    torch.testing.assert_close(found[is_known].double(), expected[is_known], rtol=1e-5, atol=1e-6)
+
+
+def test_a_head_below_its_bound_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[int] = []
+    exact = clip._causal_maxima
+    monkeypatch.setattr(clip, "_causal_maxima", lambda q, k: (heads.append(len(q)), exact(q, k))[1])
+    q = torch.ones(1, 3, 5, 4) * torch.tensor([0.1, 1.0, 10.0]).view(1, 3, 1, 1)
+    assert causal_logit_maxima(q, torch.ones(1, 3, 5, 4), threshold=2.5).tolist()[0][2] == pytest.approx(20.0)
+    assert heads == [1]
+
+
+def test_no_head_passes() -> None:
+    q = torch.ones(2, 3, 5, 4)
+    assert causal_logit_maxima(q, q, threshold=1e6).isinf().all()
+
+
+def test_padding_rows_do_not_count_and_reset_forgets() -> None:
+    maxima = LogitMaxima(1, threshold=1.0, device=torch.device("cpu"))
+    q = torch.tensor([1.0, 5.0]).view(2, 1, 1, 1)
+    maxima.row_mask_B = torch.tensor([True, False])
+    maxima.update(q, 3 * torch.ones(2, 1, 1, 1))
+    assert maxima.max_H.tolist() == [3.0]
+    maxima.row_mask_B = None
+    maxima.update(q, 3 * torch.ones(2, 1, 1, 1))
+    maxima.update(q, torch.ones(2, 1, 1, 1))
+    assert maxima.max_H.tolist() == [15.0]
+    maxima.reset()
+    assert maxima.max_H.tolist() == [-torch.inf]
+
+
+def test_factors() -> None:
+    maxima = torch.tensor([[50.0, 200.0, -torch.inf, -400.0], [100.0, 400.0, 1600.0, 100.0]])
+    latent = clip_factors(maxima, 100.0, num_key_heads=None)
+    torch.testing.assert_close(latent[Kind.QUERY_ROPE], torch.tensor([[1, 0.5, 1, 1], [1, 0.25, 0.0625, 1]]))
+    torch.testing.assert_close(latent[Kind.KEY_UP], latent[Kind.QUERY_ROPE].sqrt())
+    assert set(latent) == {Kind.QUERY_UP, Kind.KEY_UP, Kind.QUERY_ROPE}
+    grouped = clip_factors(maxima, 100.0, num_key_heads=2)
+    torch.testing.assert_close(grouped[Kind.KEY], torch.tensor([[0.5**0.5, 1], [0.5, 0.25]]))
+    torch.testing.assert_close(grouped[Kind.QUERY], grouped[Kind.KEY].repeat_interleave(2, dim=1))
+
+
+@pytest.mark.parametrize(
+    "model_keys", [{}, {"num_kv_heads": 2}, {"kind": "mla"}, {"kind": "mla", "mla": {"q_latent_dim": 12}}]
+)
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_a_training_pass_measures_and_the_factors_bring_the_logits_to_the_threshold(
+    model_keys: dict, activation_checkpointing: bool, make_model: Callable[..., GPT], batch: tuple
+) -> None:
+    model = make_model(activation_checkpointing, **model_keys)
+    layers = attach_logit_maxima(model, 0.05, torch.device("cpu"))
+    assert len(layers) == 2
+    model.eval()
+    model(*batch)
+    assert all(layer.max_H.isinf().all() for layer in layers), "validation does not count"
+    model.train()
+    model(*batch)[0].backward()
+    inputs = [x.detach() for x in model.attention_inputs(batch[0])]
+    rotary = rotary_table(torch.arange(40), model.rotary_dim, model.config.rope_theta)
+    for block, x, layer in zip(model.blocks, inputs, layers, strict=True):
+        attention = block.attention
+        q, k, _ = attention.project(x, rotary)
+        expected = brute_force(q.detach(), k.detach()).amax(dim=0)
+        torch.testing.assert_close(layer.max_H.double(), expected, rtol=1e-4, atol=1e-5)
+        threshold = float(layer.max_H.sort().values[1:3].mean())  # between the heads
+        num_key_heads = None if model.config.attention.kind == "mla" else model.config.num_kv_heads
+        factors = clip_factors(layer.max_H[None], threshold, num_key_heads)
+        with torch.no_grad():
+            for kind, weight in attention.query_key_weights().items():
+                if kind in factors:
+                    heads = weight.view(factors[kind].shape[1], -1)
+                    heads.mul_(factors[kind][0][:, None])
+            q, k, _ = attention.project(x, rotary)
+        largest = brute_force(q, k).amax(dim=0)
+        assert float(largest.max()) == pytest.approx(threshold, rel=1e-3)
