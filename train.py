@@ -13,6 +13,8 @@ from configs.load import load_config
 from configs.schema import Config
 from data.errors import DataError
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, RunError, SharedError
+from launch.lifeline import RankOutcome, announce_rank, find_guardians, report_outcome
+from launch.stop import StopRequest
 from launch.topology import Topology, detect_topology
 
 if TYPE_CHECKING:
@@ -32,17 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return EXIT_DONE
         train(config, detect_topology(os.environ, options.local_rank))
     except ConfigError as error:
-        report(str(error), when=is_main)
-        return EXIT_USAGE
+        return fail(EXIT_USAGE, str(error), when=is_main)
     except SharedError as error:
-        report(str(error), when=is_main)
-        return EXIT_FAILURE
+        return fail(EXIT_FAILURE, str(error), when=is_main)
     except (RunError, DataError, OSError) as error:
-        report(f"rank {os.environ.get('RANK', '0')}: {error}")
-        return EXIT_FAILURE
+        return fail(EXIT_FAILURE, f"rank {os.environ.get('RANK', '0')}: {error}")
     except KeyboardInterrupt:
-        report("interrupted; the run can go on from its last checkpoint", when=is_main)
-        return EXIT_FAILURE
+        return fail(EXIT_FAILURE, "interrupted; the run can go on from its last checkpoint", when=is_main)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -56,6 +54,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def train(config: Config, topology: Topology) -> NoReturn:
     """Joins the other ranks, runs, and ends the process together with them; returns only by an exception."""
+    stop = StopRequest(config.train.max_seconds, find_guardians(os.environ))
+    stop.listen()
+    announce_rank(os.environ)
     from launch.engine import leave, start_distributed
     from launch.failures import explain
     from launch.logs import record_failure, start_screen_log
@@ -63,17 +64,21 @@ def train(config: Config, topology: Topology) -> NoReturn:
     start_screen_log(topology.is_main)
     device = start_distributed(topology, config)
     try:
-        exit_code = run(config, topology, device)
+        exit_code = run(config, topology, device, stop)
     except Exception as error:
         explained = explain(error)
         record_failure(explained)
+        report_outcome(RankOutcome(EXIT_FAILURE, str(explained)))
         if explained is error:
             raise
         raise explained from None
+    if stop.is_orphan and exit_code != EXIT_DONE:
+        exit_code = EXIT_FAILURE
+    report_outcome(RankOutcome(exit_code, is_orphan=stop.is_orphan))
     leave(exit_code)
 
 
-def run(config: Config, topology: Topology, device: torch.device) -> int:
+def run(config: Config, topology: Topology, device: torch.device, stop: StopRequest | None = None) -> int:
     """One run, from its data to its exit code."""
     from launch.collective import on_all_ranks, on_main_rank
     from launch.engine import Engine, build_model
@@ -81,7 +86,8 @@ def run(config: Config, topology: Topology, device: torch.device) -> int:
     from launch.run_folder import FolderLock, RunFolder, check_folder, released_at_end
     from launch.start import announce, choose_start, is_finished, load_start
     from launch.trainer import Trainer
-    from launch.training_data import batch_geometry, open_data
+    from launch.training_data import batch_geometry, open_data, probe_batch
+    from launch.watchdog import Watchdog, stacks_file
 
     data, config = on_all_ranks(lambda: open_data(config))
     folder = RunFolder.of(config)
@@ -95,18 +101,22 @@ def run(config: Config, topology: Topology, device: torch.device) -> int:
             return EXIT_DONE
         geometry = batch_geometry(config, topology.world_size)
         announce(config, data, geometry, topology, device)
-        model = build_model(config, topology, device)
-        engine = Engine(model, config, topology, device, geometry.accumulation)
-        load_start(engine, start, folder, config)
-        return Trainer(config, folder, data, geometry, engine, start.state).fit()
+        with Watchdog(config.watchdog, stacks_file(folder.path, topology.rank), topology.rank) as watchdog:
+            model = build_model(config, topology, device)
+            engine = Engine(model, config, topology, device, geometry.accumulation, probe_batch(data, config))
+            load_start(engine, start, folder, config)
+            stop = stop or StopRequest(config.train.max_seconds)
+            return Trainer(config, folder, data, geometry, engine, start.state, stop, watchdog).fit()
 
 
-def report(message: str, when: bool = True) -> None:
-    """Prints an error, one line for each problem."""
+def fail(exit_code: int, message: str, when: bool = True) -> int:
+    """Reports an error, on the screen with one line for each problem, and returns the exit code."""
+    report_outcome(RankOutcome(exit_code, message))
     lines = message.splitlines()
     if when:
         text = message if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems", *lines])
         print(f"error: {text}", file=sys.stderr, flush=True)
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -256,8 +256,38 @@ class ValidationConfig(Section):
 class MonitorConfig(Section):
     """Measurements of attention on a fixed probe batch."""
 
+    every_steps: int | None = Field(100, ge=1, description="steps between measurements of every head; null: none")
     probe_sequences: int = Field(2, ge=1, description="sequences of the probe batch, the first of the training data")
     probe_queries: int = Field(32, ge=1, description="sampled query positions of each sequence")
+    warn_max_logit: float | None = Field(100.0, gt=0, description="warn of a larger attention logit; null: never")
+    warn_min_entropy: float | None = Field(
+        0.02, ge=0, le=1, description="warn of a head whose entropy / log L fell below this; null: never"
+    )
+    warn_max_entropy: float | None = Field(
+        0.98, ge=0, le=1, description="warn of a head whose entropy / log L rose above this again; null: never"
+    )
+    warn_change_factor: float | None = Field(
+        5.0,
+        gt=1,
+        description="warn of a layer whose logits change this much more in a step than they used to; null: never",
+    )
+
+
+class WatchdogConfig(Section):
+    """When a run without progress counts as hung. Every rank then writes its stacks and ends with a failure."""
+
+    min_seconds: float | None = Field(
+        300.0,
+        gt=0,
+        description="a run hangs when no step was finished for this long, and for step_factor times the median step;"
+        " null: never",
+    )
+    step_factor: float = Field(20.0, ge=1, description="see min_seconds")
+    slow_seconds: float = Field(
+        1800.0,
+        gt=0,
+        description="the limit instead, for the start up to the second step (compilation), a checkpoint, a validation",
+    )
 
 
 class Config(Section):
@@ -273,6 +303,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     monitor: MonitorConfig = Field(default_factory=MonitorConfig)
+    watchdog: WatchdogConfig = Field(default_factory=WatchdogConfig)
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:

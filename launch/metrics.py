@@ -20,7 +20,11 @@ from tqdm import tqdm
 from configs.load import to_yaml
 from configs.schema import Config
 from data.files import write_file
+from launch.attention_record import CHARTS, attention_record, attention_scalars, heat_maps
+from launch.attention_watch import AttentionWatch
 from launch.engine import StepReport
+from launch.monitor import AttentionReport
+from launch.qk_control import clip_record
 from launch.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -69,22 +73,30 @@ def step_record(
         "data_seconds": max(report.data_seconds),
         "forward_seconds": {"min": min(report.forward_seconds), "max": max(report.forward_seconds)},
         "slowest_rank": slowest_rank(report.forward_seconds),
-        **_ratio_record(report.qk_ratios),
+        **_control_record(report),
+        **(attention_record(report.attention) if report.attention else {}),
     }
 
 
-def _ratio_record(ratios: list[list[float]] | None) -> dict[str, Any]:
-    """The per-head ratios that the step used, over all and by layer; nothing without a per-head policy."""
-    if ratios is None:
-        return {}
-    smallest, mean, largest = ratios
+def _control_record(report: StepReport) -> dict[str, Any]:
+    """What query/key control did in the step; nothing without it."""
+    record = dict(report.qk_record)
+    if "ratios" in report.qk_statistics:
+        record["qk_ratio"] = _ratio_record(report.qk_statistics["ratios"])
+    if "clip" in report.qk_statistics:
+        record["qk_clip"] = clip_record(report.qk_statistics["clip"])
+    return record
+
+
+def _ratio_record(ratios: list[float]) -> dict[str, Any]:
+    """The per-head ratios that the step used, over all and by layer; from (3, L) flattened."""
+    num_layers = len(ratios) // 3
+    smallest, mean, largest = (ratios[i * num_layers : (i + 1) * num_layers] for i in range(3))
     return {
-        "qk_ratio": {
-            "min": min(smallest),
-            "mean": sum(mean) / len(mean),
-            "max": max(largest),
-            "layers": {"min": smallest, "mean": mean, "max": largest},
-        }
+        "min": min(smallest),
+        "mean": sum(mean) / num_layers,
+        "max": max(largest),
+        "layers": {"min": smallest, "mean": mean, "max": largest},
     }
 
 
@@ -170,6 +182,8 @@ class Recorder:
         self._writer: SummaryWriter | None = None
         self._bar: tqdm[Any] | None = None
         self._stragglers = StragglerWatch()
+        self._attention = AttentionWatch(config.monitor)
+        self._next_figure = 0.0
         self._validation = ""
         self._start_time = self._line_time = time.monotonic()
         self._has_failed = False
@@ -181,21 +195,26 @@ class Recorder:
         self._writer = SummaryWriter(str(self._folder.tensorboard), purge_step=self._start_step + 1)
         if self._start_step == 0:
             self._writer.add_text("configuration", f"```yaml\n{to_yaml(self._config)}```", 0)
+            charts = {title: ["Multiline", tags] for title, tags in CHARTS.items()}
+            self._writer.add_custom_scalars({"Steadyhead": charts})
         if sys.stdout.isatty():
             self._bar = tqdm(
                 total=self._last_step, initial=self._start_step, unit="step", dynamic_ncols=True, file=sys.stdout
             )
 
-    def write(self, record: dict[str, Any], forward_seconds: Sequence[float]) -> None:
+    def write(self, record: dict[str, Any], report: StepReport) -> None:
         """Records one step.
 
         Args:
             record: see `step_record`; `val_loss` keys may be among its values.
-            forward_seconds: of every rank.
+            report: what the record was made from.
         """
         if self._stream is None:
             return
-        self._stragglers.look(record["step"], forward_seconds)
+        self._stragglers.look(record["step"], report.forward_seconds)
+        if report.attention is not None:
+            self._attention.look(record["step"], report.attention)
+            self._draw(record["step"], report.attention)
         try:
             _append_line(self._stream, json.dumps(record))
         except OSError as error:
@@ -228,6 +247,18 @@ class Recorder:
     def note_checkpoint(self, step: int, seconds: float) -> None:
         """Records how long training stood still for a checkpoint."""
         self._write_scalars(step, {"time/checkpoint_seconds": seconds})
+
+    def _draw(self, step: int, attention: AttentionReport) -> None:
+        """Heat maps, as often as takes at most a hundredth of the time."""
+        start = time.monotonic()
+        if self._writer is None or start < self._next_figure:
+            return
+        try:
+            self._writer.add_figure("attention", heat_maps(attention, step), step)
+        except OSError as error:
+            self._writer = None
+            self._report_once(f"{self._folder.tensorboard}: step {step} could not be recorded: {error}")
+        self._next_figure = time.monotonic() + 100 * (time.monotonic() - start)
 
     def _write_scalars(self, step: int, scalars: dict[str, float]) -> None:
         if self._writer is None:
@@ -308,6 +339,16 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
                 scalars.update({f"qk_ratio_layers/{layer:02d}_{statistic}": x for layer, x in enumerate(by_layer)})
         else:
             scalars[f"qk_ratio/{name}"] = value
+    scalars |= attention_scalars(record)
+    adaptive = record.get("qk_adaptive", {})
+    for name in ("alpha", "drift", "total_drift"):
+        scalars.update({f"qk_adaptive_{name}/{layer:02d}": x for layer, x in enumerate(adaptive.get(name, ()))})
+    if adaptive.get("target") is not None:
+        scalars["qk_adaptive/target"] = adaptive["target"]
+    if "qk_clip" in record:
+        scalars["qk_clip/heads"] = record["qk_clip"]["heads"]
+        if record["qk_clip"]["max_logit"] is not None:
+            scalars["qk_clip/max_logit"] = record["qk_clip"]["max_logit"]
     if record["mfu"] is not None:
         scalars["throughput/mfu"] = record["mfu"]
     if "val_loss" in record:

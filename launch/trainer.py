@@ -23,6 +23,7 @@ from launch.start import last_step
 from launch.stop import StopRequest
 from launch.timing import Interval
 from launch.training_data import TrainingData, fixed_batches, sequence_length, training_batches
+from launch.watchdog import Watchdog
 from model.flops import flops_per_token
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class Trainer:
         config: resolved, with the vocabulary size.
         geometry: layout of a global batch.
         state: of the checkpoint that was loaded; None at step 0.
+        stop: whether to stop early.
+        watchdog: is told of progress.
     """
 
     def __init__(
@@ -56,12 +59,16 @@ class Trainer:
         geometry: BatchGeometry,
         engine: Engine,
         state: TrainingState | None,
+        stop: StopRequest,
+        watchdog: Watchdog,
     ) -> None:
         self._config = config
         self._folder = folder
         self._data = data
         self._geometry = geometry
         self._engine = engine
+        self._stop = stop
+        self._watchdog = watchdog
         self._last_step = last_step(config)
         self._peak_flops = device_peak_flops(engine.device, config.train.precision)
         self._flops_per_token = flops_per_token(config.model, sequence_length(config))
@@ -79,8 +86,7 @@ class Trainer:
         Raises:
             RunError: non-finite loss or gradients, or the last checkpoint could not be saved.
         """
-        stop = StopRequest(self._config.train.max_seconds)
-        stop.listen()
+        self._stop.begin_training()
         device = self._engine.device
         profiler = StepProfiler(
             self._config.train.profile, self._folder.profile, self._engine.rank, device, self._first_step
@@ -106,7 +112,7 @@ class Trainer:
                 batch = next(loader)
                 data_seconds = time.perf_counter() - wait_start
                 rates = group_rates(step, self._config, self._engine.groups)
-                report = self._engine.train_step(batch, rates, data_seconds, stop.is_set)
+                report = self._engine.train_step(step, batch, rates, data_seconds, self._stop.is_set)
                 interval.stop()
                 profiler.after_step(step)
                 self._consumed_samples += self._geometry.samples_per_step
@@ -146,6 +152,7 @@ class Trainer:
     def _finish(self, pending: _PendingStep, recorder: Recorder) -> bool:
         """Reads a step's report, checks it, validates if due, and records it. Returns whether to stop."""
         report = pending.report.read()
+        self._watchdog.step_finished(pending.step)
         self._check_finite(report, pending.step)
         record = step_record(
             pending.step,
@@ -160,8 +167,9 @@ class Trainer:
         )
         self._loss = report.loss
         if self._validation_is_due(pending.step):
-            record.update(self._validate())
-        recorder.write(record, report.forward_seconds)
+            with self._watchdog.slow_work():
+                record.update(self._validate())
+        recorder.write(record, report)
         return report.stop_requested
 
     def _check_finite(self, report: StepReport, step: int) -> None:
@@ -191,9 +199,11 @@ class Trainer:
         start = time.perf_counter()
         recorder.sync()
         try:
-            path = save_checkpoint(
-                self._folder.checkpoints, self._engine, self._config, self._state(step), self._data.tokenizer
-            )
+            with self._watchdog.slow_work():
+                path = save_checkpoint(
+                    self._folder.checkpoints, self._engine, self._config, self._state(step), self._data.tokenizer
+                )
+                on_main_rank(lambda: prune_checkpoints(self._folder.checkpoints, self._config.checkpoint))
         except RunError as error:
             kept = list_checkpoints(self._folder.checkpoints)
             newest = f"the newest good checkpoint is {kept[-1][1]}" if kept else "there is no checkpoint yet"
@@ -202,7 +212,6 @@ class Trainer:
                 raise SharedError(message) from None
             log.error("%s; training goes on and tries again at the next one", message)
             return None
-        on_main_rank(lambda: prune_checkpoints(self._folder.checkpoints, self._config.checkpoint))
         seconds = time.perf_counter() - start
         recorder.note_checkpoint(step, seconds)
         log.info("checkpoint %s (%.1f s)", path, seconds)

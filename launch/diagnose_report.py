@@ -1,0 +1,271 @@
+"""Figures and words of `launch.diagnose`."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from launch.diagnose_sources import ModelShape
+from model.diagnostics.critical import SIGNIFICANCE, critical_size, told_apart
+
+MAX_TICKS = 12
+SMALLEST_SENSITIVITY = 1e-6  # below it, softmax has saturated; the figure ends there
+
+Rows = list[dict[str, Any]]
+Tables = dict[str, Rows]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One figure with its explanation.
+
+    Attributes:
+        name: of the PNG file.
+        text: what the figure shows, and how the paper's finding compares.
+        draw: fills a figure.
+    """
+
+    name: str
+    title: str
+    text: str
+    draw: Callable[[Figure], None]
+
+
+def write_report(folder: Path, shape: ModelShape, tables: Tables, text_name: str, num_windows: int) -> None:
+    """Writes the figures, report.md and report.html."""
+    sections = make_sections(tables)
+    for section in sections:
+        figure = Figure(figsize=(10, 5), layout="constrained")
+        section.draw(figure)
+        figure.savefig(folder / f"{section.name}.png", dpi=110)
+    lengths = sorted({row["L"] for row in tables["weights"]})
+    intro = (
+        f"Model: {shape.name} ({shape.num_parameters / 1e6:.1f}M parameters, {shape.num_layers} layers, "
+        f"{shape.num_heads} query heads). Text: {text_name}, {num_windows} windows; lengths L = "
+        f"{', '.join(map(str, lengths))}. The analyses follow Mudarisov et al., arXiv 2508.17821; the paper's figures "
+        "are for GPT-2 124M on War and Peace. Each line is a mean over heads (band: the 10th to 90th percentile). What "
+        "was measured is named; none of it is by itself a verdict on the model."
+    )
+    (folder / "report.md").write_text(_markdown(intro, sections), encoding="utf-8")
+    (folder / "report.html").write_text(_html(intro, sections), encoding="utf-8")
+
+
+def make_sections(tables: Tables) -> list[Section]:
+    """The sections of the report in their order."""
+    longest = max(row["L"] for row in tables["weights"])
+    sections = [*_distance_sections(tables, longest), _separability_section(tables, longest)]
+    return [*sections, *_softmax_sections(tables), *_map_sections(tables, longest)]
+
+
+def _distance_sections(tables: Tables, longest: int) -> list[Section]:
+    rows = tables["distance"]
+    sizes = sorted({row["N"] for row in rows})
+    lengths = sorted({row["L"] for row in rows})
+    p_values = {
+        length: {
+            size: told_apart(
+                *(
+                    [row[kind] for row in tables["critical"] if (row["L"], row["N"]) == (length, size)]
+                    for kind in ("top", "random")
+                )
+            )
+            for size in sorted({row["N"] for row in tables["critical"] if row["L"] == length})
+        }
+        for length in lengths
+    }
+    critical = {length: critical_size(values) for length, values in p_values.items()}
+
+    def by_length(figure: Figure) -> None:
+        axis = figure.subplots()
+        for index, size in enumerate(sizes):
+            chosen = [row for row in rows if row["N"] == size]
+            _band(axis, chosen, "L", "top", f"C{index}", f"top {size}")
+            _band(axis, chosen, "L", "random", f"C{index}", f"random {size}", style="--", with_band=False)
+        _label(axis, "visible tokens L", "distance of the tokens left out", log_x=True, log_y=True)
+
+    def by_size(figure: Figure) -> None:
+        axis = figure.subplots()
+        chosen = [row for row in rows if row["L"] == longest]
+        for index, (kind, style) in enumerate(
+            {"top": "-", "random": "-", "bound": ":", "random_estimate": ":"}.items()
+        ):
+            _band(axis, chosen, "N", kind, f"C{index}", kind.replace("_", " "), style, with_band=index < 2)
+        _label(axis, "set size N", f"distance of the tokens left out, L = {longest}", log_x=True, log_y=True)
+
+    def significance(figure: Figure) -> None:
+        axis = figure.subplots()
+        for length, values in p_values.items():
+            axis.plot(list(values), [max(p, 1e-16) for p in values.values()], marker=".", label=f"L = {length}")
+        _label(axis, "set size N", "p-value of the Kolmogorov-Smirnov test", log_x=True, log_y=True)
+        axis.axhline(SIGNIFICANCE, color="black", linewidth=0.8)
+
+    found = ", ".join(
+        f"L = {length}: {'none up to half of L' if size is None else f'N = {size} ({size / length:.3f} L)'}"
+        for length, size in critical.items()
+    )
+    return [
+        Section(
+            "distance_by_length",
+            "Distance against length",
+            "How far the tokens outside a set lie from the sum of the set, for the N largest weights and for random "
+            "sets. Where the two lines of a colour meet, selecting the largest weights no longer sets tokens apart.",
+            by_length,
+        ),
+        Section(
+            "distance_by_size",
+            "Distance against set size",
+            "The same at the longest length, with the upper bound for top sets and the lower estimate for random ones. "
+            "The bound holds for every query; the random mean lies above its estimate.",
+            by_size,
+        ),
+        Section(
+            "critical_size",
+            "Critical set size",
+            "For each N, whether the heads' distances with top and with random sets differ (two-sample "
+            f"Kolmogorov-Smirnov test; the line is at {SIGNIFICANCE}); the first N above the line is critical. Here: "
+            f"{found}. The paper reports about 0.06 L.",
+            significance,
+        ),
+    ]
+
+
+def _separability_section(tables: Tables, longest: int) -> Section:
+    rows = [row for row in tables["separability"] if row["L"] == longest]
+    large = [row["share"] for row in rows if row["N"] >= 16]
+    ours = f"{np.mean(large):.2f}" if large else "not measured (no N of 16 or more)"
+
+    def draw(figure: Figure) -> None:
+        axis = figure.subplots()
+        for index, (kind, style) in enumerate({"share": "-", "lower_bound": ":", "upper_estimate": ":"}.items()):
+            _band(axis, rows, "N", kind, f"C{index}", kind.replace("_", " "), style, with_band=index == 0)
+        _label(axis, "set size N", f"N_s / N, L = {longest}", log_x=True)
+
+    return Section(
+        "separability",
+        "Separable share",
+        "The share of the N selected tokens that lie nearer to the set's sum than any token left out, with values "
+        f"scaled to length 1. Beyond N = 16 the mean is {ours}; the paper reports 0.70 to 0.85.",
+        draw,
+    )
+
+
+def _softmax_sections(tables: Tables) -> list[Section]:
+    weights, sensitivity = tables["weights"], tables["sensitivity"]
+    length = sensitivity[0]["L"]
+
+    def vanishing(figure: Figure) -> None:
+        axis = figure.subplots()
+        for index, kind in enumerate(("scaled_max", "scaled_min")):
+            _band(
+                axis, weights, "L", kind, f"C{index}", f"L times the {'largest' if index == 0 else 'smallest'} weight"
+            )
+        _label(axis, "visible tokens L", "L α", log_x=True, log_y=True)
+
+    def gradient(figure: Figure) -> None:
+        axis = figure.subplots()
+        for index, epsilon in enumerate(sorted({row["epsilon"] for row in sensitivity})):
+            chosen = [row for row in sensitivity if row["epsilon"] == epsilon]
+            _band(axis, chosen, "temperature", "sensitivity", f"C{index}", f"measured, ε = {epsilon:g}")
+            bounds = sorted({(row["temperature"], row["bound"]) for row in chosen})
+            axis.plot(*zip(*bounds, strict=True), color=f"C{index}", linestyle=":", label=f"bound, ε = {epsilon:g}")
+        _label(axis, "temperature", f"‖Δ softmax‖ / ε, L = {length}", log_x=True, log_y=True)
+        axis.set_ylim(bottom=SMALLEST_SENSITIVITY)
+
+    return [
+        Section(
+            "vanishing",
+            "Vanishing attention",
+            "The largest and smallest weight of a query times the number of tokens it sees. With bounded logits both "
+            "stay between two constants as L grows (lemma 1), so that every single weight vanishes like 1 / L; a line "
+            "that rises shows logits that grow with L.",
+            vanishing,
+        ),
+        Section(
+            "sensitivity",
+            "Gradient sensitivity",
+            "How much softmax moves for a small random change of the logits, against the temperature. It stays below "
+            "min(1 / (2 T), sqrt(2) / ε); the paper's 1 / (4 T) bounds single entries of the Jacobian, not its norm.",
+            gradient,
+        ),
+    ]
+
+
+def _map_sections(tables: Tables, longest: int) -> list[Section]:
+    rows = [row for row in tables["weights"] if row["L"] == longest]
+    layers, heads = (sorted({row[key] for row in rows}) for key in ("layer", "head"))
+
+    def maps(figure: Figure) -> None:
+        kinds = {"relative_entropy": "entropy / log L", "first_token_weight": "weight of the first token"}
+        for axis, (kind, title) in zip(figure.subplots(1, 2), kinds.items(), strict=True):
+            table = np.full((len(layers), len(heads)), np.nan)
+            for row in rows:
+                table[layers.index(row["layer"]), heads.index(row["head"])] = row[kind]
+            image = axis.imshow(table, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0, vmax=1)
+            axis.set(title=title, xlabel="head", ylabel="layer")
+            axis.set_xticks(range(len(heads)), heads, fontsize=7)
+            axis.set_yticks(range(len(layers)), layers, fontsize=7)
+            figure.colorbar(image, ax=axis)
+
+    return [
+        Section(
+            "maps",
+            "Entropy and attention sinks",
+            f"Entropy relative to log L, and the weight of the first token, of every head at L = {longest}. Heads with "
+            "low entropy attend to few tokens; one that gives most of its weight to the first token uses it as a sink.",
+            maps,
+        )
+    ]
+
+
+def _band(
+    axis: Any, rows: Rows, x: str, y: str, color: str, label: str, style: str = "-", with_band: bool = True
+) -> None:
+    """The mean over heads against x, and the 10th to 90th percentile."""
+    places = sorted({row[x] for row in rows})
+    values = [[row[y] for row in rows if row[x] == place] for place in places]
+    axis.plot(places, [np.mean(part) for part in values], style, color=color, marker=".", label=label)
+    if with_band:
+        low, high = ([np.percentile(part, percent) for part in values] for percent in (10, 90))
+        axis.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _label(axis: Any, x: str, y: str, log_x: bool = False, log_y: bool = False) -> None:
+    axis.set(xlabel=x, ylabel=y)
+    if log_x:
+        places = sorted({float(place) for line in axis.get_lines() for place in line.get_xdata()} - {0.0})
+        shown = places[:: -(-len(places) // MAX_TICKS)]
+        axis.set_xscale("log")
+        axis.set_xticks(shown, [f"{place:g}" for place in shown])
+        axis.minorticks_off()
+    if log_y:
+        axis.set_yscale("log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, ncols=2)
+
+
+def _markdown(intro: str, sections: Sequence[Section]) -> str:
+    parts = ["# Attention analysis", intro]
+    for section in sections:
+        parts += [f"## {section.title}", section.text, f"![{section.title}]({section.name}.png)"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _html(intro: str, sections: Sequence[Section]) -> str:
+    body = "".join(
+        f"<h2>{html.escape(section.title)}</h2><p>{html.escape(section.text)}</p>"
+        f'<img src="{section.name}.png" alt="{html.escape(section.title)}">'
+        for section in sections
+    )
+    style = (
+        "body{font-family:sans-serif;max-width:62em;margin:2em auto;padding:0 1em;line-height:1.5}img{max-width:100%}"
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Attention analysis</title><style>{style}</style>'
+        f"<body><h1>Attention analysis</h1><p>{html.escape(intro)}</p>{body}</body></html>\n"
+    )

@@ -1,0 +1,166 @@
+"""The offline analysis: the same numbers from our checkpoints and from transformers' models, and the command itself."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from launch.diagnose import choose_lengths, cut_windows, fine_sizes
+from launch.diagnose_sources import ModelShape, TransformersSource
+from launch.errors import RunError
+from model.diagnostics.critical import critical_size, told_apart
+from tests.conftest import python
+from tests.launch.hf_helpers import make_model, save_model
+
+TEXT = "All men by nature desire to know. " * 200
+POSITIONS = torch.tensor([7, 31])
+VOCABULARY = 256
+
+
+def save_with_tokenizer(model: Any, folder: Path) -> Path:
+    """A Hugging Face folder whose tokens are bytes."""
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def gpt2(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=3, n_head=4, initializer_range=0.3,
+        scale_attn_by_inverse_layer_idx=True,
+    )  # fmt: skip
+    return save_with_tokenizer(GPT2LMHeadModel(config), folder)
+
+
+def llama(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, max_position_embeddings=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
+    )  # fmt: skip
+    return save_with_tokenizer(LlamaForCausalLM(config), folder)
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gpt2(tmp_path_factory.mktemp("hf") / "gpt2")
+
+
+@pytest.mark.parametrize("build", [gpt2, llama])
+def test_captured_weights_are_those_that_transformers_reports(build: Callable[[Path], Path], tmp_path: Path) -> None:
+    folder = build(tmp_path / "model")
+    source = TransformersSource(folder, None)
+    tokens = torch.tensor(source.encode(TEXT)[:32])
+    eager = type(source._model).from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = eager(tokens[None], output_attentions=True)
+        layers = list(source.layers(tokens, POSITIONS))
+        logits = source._model(tokens[None]).logits
+    torch.testing.assert_close(logits, expected.logits, rtol=1e-4, atol=1e-4)
+    for layer, attention in layers:
+        found = attention.weights_BHQT.float()
+        torch.testing.assert_close(found, expected.attentions[layer][:, :, POSITIONS], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("keys", [{"num_kv_heads": 2}, {"attention": {"kind": "mla", "sink": True}}])
+def test_our_checkpoint_gives_what_its_layers_compute(keys: dict[str, Any], tmp_path: Path) -> None:
+    """Σ α v from the captured weights is the layer's own output before W_o."""
+    from launch.diagnose_sources import CheckpointSource
+
+    model = make_model(**keys)
+    folder = save_model(model, tmp_path / "step_00000001")
+    gpt2_tokenizer = gpt2(tmp_path / "gpt2") / "tokenizer.json"
+    source = CheckpointSource(folder, gpt2_tokenizer)
+    tokens = torch.arange(32) % 100
+    outputs: list[torch.Tensor] = []
+    for block in model.blocks:
+        block.attention.output.register_forward_pre_hook(lambda module, args: outputs.append(args[0]))
+    with torch.no_grad():
+        model.logits(tokens[None])
+    for layer, attention in source.layers(tokens, POSITIONS):
+        expected = outputs[layer][0, POSITIONS].unflatten(-1, (4, -1)).transpose(0, 1)
+        found = (attention.weights_BHQT @ attention.values_BHTV)[0].float()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_command_writes_tables_figures_and_a_report(gpt2_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    arguments = ["-m", "launch.diagnose", gpt2_folder, "--text", text, "--output", tmp_path / "out"]
+    finished = python(*arguments, "--layers", "0,2", "--heads", "1-2", "--lengths", "16,64", "--random-sets", "3")
+    assert finished.code == 0, finished.errors
+    report = (tmp_path / "out/report.md").read_text()
+    assert "arXiv 2508.17821" in report and "0.06 L" in report
+    for figure in re.findall(r"\]\((.*?\.png)\)", report):
+        assert (tmp_path / "out" / figure).stat().st_size > 5000
+    with (tmp_path / "out/weights.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert {(row["layer"], row["head"], row["L"]) for row in rows} == {
+        (layer, head, length) for layer in "02" for head in "12" for length in ("16", "64")
+    }
+    with (tmp_path / "out/distance.csv").open() as stream:
+        for row in csv.DictReader(stream):
+            assert float(row["top"]) <= float(row["bound"]) and int(row["N"]) < int(row["L"])
+    again = python(*arguments)
+    assert again.code == 1 and "is not empty" in again.errors
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--lengths", "65"], "--lengths: 65 is not between 2 and the model's context of 64"),
+        (["--layers", "3"], "--layers: 3 does not exist; the model has 0 to 2"),
+        (["--heads", "4"], "--heads: 4 does not exist"),
+        (["--layers", ""], "expected numbers and ranges"),
+        (["--text", "missing.txt"], "missing.txt"),
+        (["--max-queries", "0"], "at least 1"),
+    ],
+)
+def test_bad_options_are_one_line(change: list[str], message: str, gpt2_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    finished = python("-m", "launch.diagnose", gpt2_folder, "--text", text, "--output", tmp_path / "out", *change)
+    assert finished.code != 0 and message in finished.errors.strip().splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_short_text_and_a_folder_without_a_model_are_one_line(gpt2_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("short")
+    for model, message in (
+        (gpt2_folder, "has 5 tokens; the largest length needs 64"),
+        (tmp_path, "holds no checkpoint"),
+    ):
+        finished = python("-m", "launch.diagnose", model, "--text", text, "--output", tmp_path / "out")
+        assert finished.code == 1 and message in finished.errors.strip().splitlines()[-1], finished.errors
+
+
+def test_windows_do_not_overlap_and_lengths_fit() -> None:
+    assert cut_windows(list(range(10)), 4, 5, Path("x")) == [[0, 1, 2, 3], [5, 6, 7, 8]]
+    assert choose_lengths(None, ModelShape("m", 1, 1, 200, 1)) == [32, 64, 128]
+    assert choose_lengths(None, ModelShape("m", 1, 1, 20, 1)) == [20]
+    with pytest.raises(RunError, match="--lengths: 1 is not"):
+        choose_lengths([1], ModelShape("m", 1, 1, 20, 1))
+    sizes = fine_sizes(1024)
+    assert sizes[0] == 1 and sizes[-1] < 512 and len(sizes) <= 24 and sizes == sorted(set(sizes))
+
+
+def test_the_critical_size_is_where_two_samples_look_alike() -> None:
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(200, generator=generator).tolist() for _ in range(2))
+    assert told_apart(one, other) > 0.01 > told_apart(one, [value + 1 for value in other])
+    assert critical_size({1: 1e-9, 5: 1e-4, 9: 0.02, 20: 1e-3}) == 9
+    assert critical_size({1: 1e-9, 5: 1e-4}) is None
