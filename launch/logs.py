@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from pathlib import Path
@@ -17,11 +18,14 @@ EXPECTED_FAILURES = (ConfigError, DataError, RunError, OSError)
 
 
 class _ScreenHandler(logging.Handler):
-    """Prints above a progress bar, if one is shown."""
+    """Prints above a progress bar, if one is shown. A screen that is gone (`| tee` after Ctrl-C) ends no run."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stdout)
-        sys.stdout.flush()
+        try:
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()
+        except OSError:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is buffered would fail again
 
 
 class _FileHandler(logging.FileHandler):

@@ -1,0 +1,66 @@
+"""Kills at random moments lose nothing: the short form of `launch.chaos`, and what it would complain about."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.load import load_config
+from launch.chaos import differences, losses, make_folder, make_plans
+from tests.conftest import python, read_metrics
+
+
+def test_kills_lose_nothing(tiny_config: Path, tmp_path: Path) -> None:
+    settings = ["train.steps=30", "checkpoint.every_steps=4", "optim.warmup_steps=0"]
+    finished = python("-m", "launch.chaos", tiny_config, *settings, "--kills", "3", "--seed", "2", timeout=500)
+    assert finished.code == 0, finished.output + finished.errors
+    assert "all 30 steps have losses bit-identical to the uninterrupted run's" in finished.output
+    table = finished.output[finished.output.index("kill  what") :].splitlines()
+    assert [line.split()[0] for line in table[1:4]] == ["1", "2", "3"]
+    assert "3 kills, " in finished.output
+    folder = tmp_path / "runs/tiny-chaos"
+    assert [record["step"] for record in read_metrics(folder / "killed")] == list(range(1, 31))
+
+
+def test_other_numbers_of_ranks_need_fp32(tiny_config: Path) -> None:
+    finished = python("-m", "launch.chaos", tiny_config, "train.precision=bf16", "--ranks", "2,1")
+    assert finished.code == 2
+    assert "agree only with train.precision=fp32" in finished.errors
+
+
+def test_every_second_kill_is_in_a_save_and_all_are_reached() -> None:
+    for seed in range(20):
+        plans = make_plans(random.Random(seed), 21, last_step=50, every_steps=10)
+        assert [plan.step for plan in plans] == sorted(plan.step for plan in plans)
+        assert sum(plan.in_save for plan in plans) == 11
+        assert {plan.step for plan in plans if plan.in_save} <= {10, 20, 30, 40}
+        assert all(plan.step < 47 for plan in plans)
+    assert {plan.step for plan in make_plans(random.Random(0), 4, last_step=8, every_steps=100) if plan.in_save} == {8}
+
+
+def test_any_difference_of_a_loss_is_told() -> None:
+    expected = losses([{"step": 1, "loss": 2.0, "lr": 1.0}, {"step": 2, "loss": 1.5, "val_loss": 1.75}])
+    assert expected == {1: {"loss": 2.0}, 2: {"loss": 1.5, "val_loss": 1.75}}
+    assert differences(expected, {1: {"loss": 2.0}}, 0.0) == []
+    almost = {2: {"loss": 1.5 * (1 + 2**-52), "val_loss": 1.75}}
+    assert differences(expected, almost, 1e-5) == []
+    (line,) = differences(expected, almost, 0.0)
+    assert line.startswith("step 2: ")
+    assert differences(expected, {2: {"loss": 1.5}}, 1.0)  # a validation is missing
+    assert differences(expected, {3: {"loss": 1.0}}, 1.0)  # a step too many
+    assert differences(expected, {2: {"loss": 1.50002, "val_loss": 1.75}}, 1e-5)
+
+
+def test_only_its_own_folder_is_replaced(tiny_config: Path, tmp_path: Path) -> None:
+    config = load_config(tiny_config)
+    parent = make_folder(config)
+    (parent / "killed").mkdir()
+    assert make_folder(config) == parent == tmp_path / "runs/tiny-chaos"
+    assert not list(parent.iterdir())
+    (parent / "thesis.txt").write_text("")
+    with pytest.raises(ValueError, match=r"holds thesis\.txt"):
+        make_folder(config)
+    assert yaml.safe_load(tiny_config.read_text())["run"]["name"] == "tiny"
