@@ -1,0 +1,1 @@
+"""Folders in Hugging Face's layout: how their files correspond to a checkpoint's."""
