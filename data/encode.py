@@ -1,96 +1,166 @@
-"""Texts to ids, in parallel and in order."""
+"""Blocks to token ids: what a worker does."""
 
-import multiprocessing
-import os
-import signal
-import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from functools import cache
-from multiprocessing.connection import wait
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
-from data.documents import CleanDocument
-from data.errors import DataError
+from data.blocks import Block, ReadOptions
+from data.documents import clean_documents
 from data.indexed import token_dtype
+from data.readers import read_documents
 from data.tokenizer import Tokenizer
 
-_TASK_CHARS = 1 << 19  # text sent to a worker at once
-_TASKS_AHEAD = 4  # per worker; bounds the memory
+_SEGMENT_CHARS = 1 << 15
+_LONGEST_SEGMENT_CHARS = 1 << 20
+_PASSAGE_CHARS = 1 << 20
 
 
-def encode_documents(
-    documents: Iterable[CleanDocument], tokenizer: Tokenizer, num_workers: int
-) -> Iterator[tuple[CleanDocument, np.ndarray]]:
-    """Each document and its ids, the end-of-document id last: in the order given, whatever `num_workers`.
+class SplitOptions(NamedTuple):
+    """Which documents are for validation: a share of them, chosen by a seed."""
 
-    Ids have the type of a shard with this vocabulary. One worker is this process; more are processes of their
-    own that load the tokenizer from its file.
+    val_fraction: float
+    seed: int
 
-    Raises:
-        DataError: one of them was killed.
+
+class EncodedDocuments(NamedTuple):
+    """Documents of a task.
+
+    Attributes:
+        tokens: ids of all documents, each with the end-of-document id last: [sum of lengths], of a shard's type.
+        lengths: tokens of each document, [num_documents].
+        is_val: which are for validation, [num_documents].
+        counts: see `read_documents` and `clean_documents`.
     """
-    tasks = _group_into_tasks(documents)
-    if num_workers == 1:
-        for task in tasks:
-            yield from zip(task, _encode(tokenizer, [document.text for document in task]), strict=True)
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    is_val: np.ndarray
+    counts: Counter[str]
+
+    def documents(self) -> Iterator[tuple[np.ndarray, bool]]:
+        """Ids of each document, and whether it is for validation."""
+        stops = [0, *np.cumsum(self.lengths).tolist()]
+        for (start, stop), is_val in zip(pairwise(stops), self.is_val.tolist(), strict=True):
+            yield self.tokens[start:stop], is_val
+
+
+class Encoder:
+    """A function from blocks to their documents' ids, with a tokenizer of its own."""
+
+    def __init__(self, tokenizer_path: Path, eod_id: int, read: ReadOptions, split: SplitOptions) -> None:
+        self._tokenizer = Tokenizer.load(tokenizer_path)
+        self._dtype = token_dtype(self._tokenizer.vocab_size)
+        self._eod = np.array([eod_id], self._dtype)
+        self._read = read
+        self._split = split
+
+    def __call__(self, blocks: list[Block]) -> EncodedDocuments:
+        """Read, clean and encode.
+
+        Raises:
+            DataError: see `read_documents`.
+        """
+        counts: Counter[str] = Counter()
+        texts = read_documents(blocks, self._read, counts)
+        pieces: list[np.ndarray] = []
+        lengths: list[int] = []
+        is_val: list[bool] = []
+        for document in clean_documents(texts, self._split.val_fraction, self._split.seed, counts):
+            num_before = len(pieces)
+            pieces += [ids.astype(self._dtype) for ids in encode_segments(self._tokenizer, document.text)]
+            pieces.append(self._eod)
+            lengths.append(sum(map(len, pieces[num_before:])))
+            is_val.append(document.is_val)
+        tokens = np.concatenate(pieces) if pieces else np.empty(0, self._dtype)
+        return EncodedDocuments(tokens, np.array(lengths, np.int64), np.array(is_val, bool), counts)
+
+
+class Passage(NamedTuple):
+    """Text to train a tokenizer on, and an even pseudo-random number below 2⁶⁴ that depends on it alone."""
+
+    number: int
+    text: str
+    num_bytes: int
+
+
+class PassageSource:
+    """A function from blocks to passages of their training documents."""
+
+    def __init__(self, read: ReadOptions, split: SplitOptions) -> None:
+        self._read = read
+        self._split = split
+
+    def __call__(self, blocks: list[Block]) -> list[Passage]:
+        """Passages in order: documents, or about a megabyte of one, cut at line ends where there are any.
+
+        Raises:
+            DataError: see `read_documents`.
+        """
+        texts = read_documents(blocks, self._read, Counter())
+        passages = []
+        for document in clean_documents(texts, self._split.val_fraction, self._split.seed, Counter()):
+            for text in _passages(document.text) if not document.is_val else ():
+                encoded = text.encode()
+                # Another seed than the split's, whose small hashes are all validation documents.
+                number = xxhash.xxh3_64_intdigest(encoded, self._split.seed + 1)
+                passages.append(Passage(number, text, len(encoded)))
+        return passages
+
+
+def _passages(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > _PASSAGE_CHARS:
+        stop = text.rfind("\n", start + 1, start + _PASSAGE_CHARS)
+        yield text[start : stop if stop > 0 else start + _PASSAGE_CHARS]
+        start = stop + 1 if stop > 0 else start + _PASSAGE_CHARS
+    yield text[start:]
+
+
+def encode_segments(tokenizer: Tokenizer, text: str) -> Iterator[np.ndarray]:
+    """Ids of a text, int32 [num_tokens] in segments: a tokenizer's time and memory may grow faster than the text.
+
+    A cut is at a line end or space with visible characters around it, where tokenizers that cut text into words
+    cut, too: the ids are those of the text in one piece. A million characters without such a place are cut
+    anywhere, which may change the ids around the cut.
+    """
+    if len(text) <= _SEGMENT_CHARS:
+        yield tokenizer.encode_array(text)
         return
-    executor = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _start_worker)
-    try:
-        pending: deque[tuple[list[CleanDocument], Future[list[np.ndarray]]]] = deque()
-        for task in tasks:
-            texts = [document.text for document in task]
-            pending.append((task, executor.submit(_encode_in_worker, tokenizer.path, texts)))
-            if len(pending) > num_workers * _TASKS_AHEAD:
-                oldest, encoded = pending.popleft()
-                yield from zip(oldest, encoded.result(), strict=True)
-        for oldest, encoded in pending:
-            yield from zip(oldest, encoded.result(), strict=True)
-    except BrokenProcessPool:
-        raise DataError("a tokenizing process was killed, perhaps for want of memory; try fewer --workers") from None
-    finally:
-        executor.shutdown(cancel_futures=True)
+    for start, stop in pairwise(_cuts(text)):
+        segment = text[start:stop]
+        yield tokenizer.encode_array(segment) if start == 0 else _encode_continuation(tokenizer, segment)
 
 
-def _group_into_tasks(documents: Iterable[CleanDocument]) -> Iterator[list[CleanDocument]]:
-    task: list[CleanDocument] = []
-    num_chars = 0
-    for document in documents:
-        task.append(document)
-        num_chars += len(document.text)
-        if num_chars >= _TASK_CHARS:
-            yield task
-            task, num_chars = [], 0
-    if task:
-        yield task
+def _encode_continuation(tokenizer: Tokenizer, segment: str) -> np.ndarray:
+    """Ids of a text that does not begin here: without what a tokenizer puts before the beginning of a text."""
+    before = tokenizer.encode_array("\n")
+    ids = tokenizer.encode_array("\n" + segment)
+    return ids[len(before) :] if np.array_equal(ids[: len(before)], before) else tokenizer.encode_array(segment)
 
 
-def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    dtype = token_dtype(tokenizer.vocab_size)
-    return [np.array([*tokenizer.encode(text), tokenizer.eod_id], dtype) for text in texts]
+def _cuts(text: str) -> Iterator[int]:
+    """0, the places to cut at, and the text's length."""
+    cut = 0
+    while cut < len(text):
+        yield cut
+        cut = _next_cut(text, cut)
+    yield len(text)
 
 
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-
-
-def _exit_with_parent() -> None:
-    """End this process if its parent is killed; the pool would leave it waiting for work."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
-
-
-def _encode_in_worker(tokenizer_path: Path, texts: list[str]) -> list[np.ndarray]:
-    return _encode(_load_once(tokenizer_path), texts)
-
-
-@cache
-def _load_once(tokenizer_path: Path) -> Tokenizer:
-    return Tokenizer.load(tokenizer_path)
+def _next_cut(text: str, start: int) -> int:
+    first, last = start + _SEGMENT_CHARS, start + _LONGEST_SEGMENT_CHARS
+    if first >= len(text):
+        return len(text)
+    for stop in (min(first + _SEGMENT_CHARS, last), last):
+        for separator, offset in (("\n", 1), (" ", 0)):
+            position = text.find(separator, first, stop)
+            while position >= 0:
+                if text[position - 1].strip() and text[position + 1 : position + 2].strip():
+                    return position + offset
+                position = text.find(separator, position + 1, stop)
+    return min(last, len(text))

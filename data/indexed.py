@@ -13,15 +13,16 @@ A document is one or more sequences; D is therefore the number of documents plus
 import os
 import struct
 from array import array
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 
 from data.errors import DataError
-from data.files import sync
+from data.files import sync, write_file
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -131,16 +132,56 @@ class IndexedShardWriter:
 
     Until then the files carry a `.tmp` suffix, and leaving the `with` block by an exception removes them.
     Memory: four bytes a document.
+
+    Attributes:
+        prefix, dtype: as given.
+        num_tokens: added so far.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
-        self.prefix = Path(prefix)
-        self.dtype = np.dtype(dtype)
-        self.num_tokens = 0
-        self._lengths = array("i")
-        self._bin_temporary = bin_path(self.prefix).with_suffix(".bin.tmp")
-        self._idx_temporary = idx_path(self.prefix).with_suffix(".idx.tmp")
-        self._bin_file: BinaryIO = self._bin_temporary.open("wb", buffering=1 << 20)
+        self._begin(Path(prefix), np.dtype(dtype), array("i"), 0, "wb")
+
+    @classmethod
+    def resume(cls, prefix: str | Path, dtype: np.dtype, num_documents: int, num_tokens: int) -> "IndexedShardWriter":
+        """Go on with a shard that another process has left, after its first `num_documents` documents.
+
+        That many must have been there at a call of `save`. Whatever that process did later, closing included, is
+        undone. Being killed here does no harm either: the same call may follow again.
+
+        Raises:
+            DataError: the files hold less than that.
+        """
+        prefix, dtype = Path(prefix), np.dtype(dtype)
+        saved, tokens_file = _temporary(prefix, "lengths"), _temporary(prefix, "bin")
+        if idx_path(prefix).exists():
+            write_file(saved, np.fromfile(idx_path(prefix), "<i4", num_documents, offset=_HEADER.size).tobytes())
+            idx_path(prefix).unlink()
+        if bin_path(prefix).exists():
+            bin_path(prefix).replace(tokens_file)
+        lengths = np.fromfile(saved, "<i4", num_documents) if saved.exists() else np.empty(0, "<i4")
+        num_bytes = num_tokens * dtype.itemsize
+        if len(lengths) != num_documents or lengths.sum() != num_tokens or _size_bytes(tokens_file) < num_bytes:
+            raise DataError(f"{tokens_file}: {num_documents:,} documents with {num_tokens:,} tokens are not all there")
+        os.truncate(saved, lengths.nbytes)
+        os.truncate(tokens_file, num_bytes)
+        writer = cls.__new__(cls)
+        writer._begin(prefix, dtype, array("i", lengths.tobytes()), num_tokens, "ab")
+        return writer
+
+    def _begin(self, prefix: Path, dtype: np.dtype, lengths: "array[int]", num_tokens: int, mode: str) -> None:
+        self.prefix = prefix
+        self.dtype = dtype
+        self.num_tokens = num_tokens
+        self._lengths = lengths
+        self._num_saved = len(lengths)
+        self._bin_temporary, self._idx_temporary = _temporary(prefix, "bin"), _temporary(prefix, "idx")
+        self._saved_lengths = _temporary(prefix, "lengths")
+        self._bin_file = cast(BinaryIO, self._bin_temporary.open(mode, buffering=1 << 20))
+
+    @property
+    def temporary_files(self) -> tuple[Path, ...]:
+        """What it writes until it is closed."""
+        return self._bin_temporary, self._idx_temporary, self._saved_lengths
 
     @property
     def num_documents(self) -> int:
@@ -160,28 +201,44 @@ class IndexedShardWriter:
             raise DataError(
                 f"{self.prefix}: a document of {len(tokens):,} tokens; {_MAX_SEQUENCE_TOKENS:,} is the most"
             )
-        stored = tokens.astype(self.dtype)
+        stored = tokens.astype(self.dtype, copy=False)
         if stored.dtype != tokens.dtype and not np.array_equal(stored, tokens):
             raise DataError(f"{self.prefix}: token ids {tokens.min():,} to {tokens.max():,} do not fit {self.dtype}")
         self._bin_file.write(stored.tobytes())
         self._lengths.append(len(tokens))
         self.num_tokens += len(tokens)
 
+    def save(self) -> None:
+        """Bring all documents so far to the disk, so that `resume` finds them should this process be killed."""
+        _flush_to_disk(self._bin_file)
+        with self._saved_lengths.open("ab" if self._num_saved else "wb") as file:
+            file.write(self._lengths[self._num_saved :].tobytes())
+            _flush_to_disk(file)
+        sync(self.prefix.parent)
+        self._num_saved = len(self._lengths)
+
     def close(self) -> None:
         """Write the index, flush both files to disk and give them their names, the index last."""
-        _flush_and_close(self._bin_file)
+        _flush_to_disk(self._bin_file)
+        self._bin_file.close()
         with self._idx_temporary.open("wb") as file:
             self._write_index(file)
-            _flush_and_close(file)
+            _flush_to_disk(file)
         self._bin_temporary.replace(bin_path(self.prefix))
         self._idx_temporary.replace(idx_path(self.prefix))
         sync(self.prefix.parent)
+        self._saved_lengths.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Leave the unfinished files as they are, for `resume`."""
+        with suppress(OSError):  # what is still in the buffer may not fit on the disk
+            self._bin_file.close()
 
     def abort(self) -> None:
         """Remove the unfinished files."""
-        self._bin_file.close()
-        self._bin_temporary.unlink(missing_ok=True)
-        self._idx_temporary.unlink(missing_ok=True)
+        self.release()
+        for path in self.temporary_files:
+            path.unlink(missing_ok=True)
 
     def __enter__(self) -> "IndexedShardWriter":
         return self
@@ -264,7 +321,10 @@ def _check_documents(index: Path, documents: np.ndarray, num_sequences: int) -> 
             )
 
 
-def _flush_and_close(file: BinaryIO) -> None:
+def _temporary(prefix: Path, kind: str) -> Path:
+    return prefix.with_name(f"{prefix.name}.{kind}.tmp")
+
+
+def _flush_to_disk(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-    file.close()

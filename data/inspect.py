@@ -14,6 +14,7 @@ from data.source import TokenSource
 from data.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 1 << 24
+_CHUNK_DOCUMENTS = 1 << 20
 _SHOWN_TOKENS = 60
 
 
@@ -61,8 +62,42 @@ def id_range(source: TokenSource) -> tuple[int, int]:
     return min(extremes, default=0), max(extremes, default=0)
 
 
+def check_document_ends(source: TokenSource, eod_id: int) -> None:
+    """Raises DataError, with file and document, unless every document ends with the end-of-document id."""
+    for shard in source.shards:
+        tokens = shard.read(0, shard.num_tokens)
+        offsets = shard.document_offsets
+        for first in range(0, shard.num_documents, _CHUNK_DOCUMENTS):
+            starts, stops = offsets[first : first + _CHUNK_DOCUMENTS + 1][:-1], offsets[first + 1 :][:_CHUNK_DOCUMENTS]
+            wrong = (stops == starts) | (tokens[np.maximum(stops - 1, 0)] != eod_id)
+            if wrong.any():
+                document = int(wrong.argmax())
+                start, stop = int(starts[document]), int(stops[document])
+                found = f"ends with id {tokens[stop - 1]:,}" if stop > start else "is empty"
+                raise DataError(
+                    f"{bin_path(shard.prefix)}: document {first + document:,} (tokens {start:,} to {stop:,}) {found}; "
+                    f"the end-of-document id {eod_id:,} expected"
+                )
+
+
+def length_histogram(source: TokenSource) -> list[tuple[int, int, int]]:
+    """Documents by tokens: (shortest, longest, number of documents) for powers of two, empty ends left out."""
+    counts = np.zeros(64, np.int64)
+    for shard in source.shards:
+        offsets = shard.document_offsets
+        for first in range(0, shard.num_documents, _CHUNK_DOCUMENTS):
+            lengths = np.diff(offsets[first : first + _CHUNK_DOCUMENTS + 1])
+            # frexp gives the number of binary digits: 0 for 0, 1 for 1, 2 for 2 and 3, …
+            counts += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)
+    used = np.flatnonzero(counts)
+    if len(used) == 0:
+        return []
+    bounds = [(0, 0), *((1 << digits, (2 << digits) - 1) for digits in range(63))]
+    return [(*bounds[digits], int(counts[digits])) for digits in range(used[0], used[-1] + 1)]
+
+
 def inspect_source(path: Path, num_samples: int) -> None:
-    """Verify one source, print its counts and the beginnings of a few documents.
+    """Verify one source, print its counts, the lengths of its documents and the beginnings of a few of them.
 
     Raises:
         DataError: says what is wrong and where.
@@ -77,6 +112,8 @@ def inspect_source(path: Path, num_samples: int) -> None:
         )
     tokenizer = _load_tokenizer(path, source.manifest)
     smallest, largest = id_range(source)
+    if source.manifest is not None:
+        check_document_ends(source, source.manifest.eod_id)
 
     print(f"{path}: {num_documents:,} documents, {source.num_tokens:,} tokens, ids {smallest:,} to {largest:,}")
     for shard in source.shards:
@@ -87,8 +124,25 @@ def inspect_source(path: Path, num_samples: int) -> None:
     else:
         vocab_size, eod_id = source.manifest.vocab_size, source.manifest.eod_id
         print(f"  vocabulary {vocab_size:,}, end of document {eod_id}; hashes match")
+        if source.manifest.counts:
+            counts = ", ".join(f"{name} {count:,}" for name, count in source.manifest.counts.items())
+            print(f"  counts of the whole input: {counts}")
+    _print_histogram(length_histogram(source))
     for number in np.unique(np.linspace(0, num_documents - 1, min(num_samples, num_documents)).astype(int)):
         print(f"  document {number:,}: {_beginning(source.shards, int(number), tokenizer)}")
+
+
+def _print_histogram(histogram: list[tuple[int, int, int]]) -> None:
+    if not histogram:
+        return
+    print("  tokens a document:")
+    most = max(count for _, _, count in histogram)
+    labels = [
+        f"{shortest:,} to {longest:,}" if shortest < longest else f"{shortest}" for shortest, longest, _ in histogram
+    ]
+    width = max(map(len, labels))
+    for label, (_, _, count) in zip(labels, histogram, strict=True):
+        print(f"    {label:>{width}}  {count:>13,}  {'#' * round(40 * count / most)}".rstrip())
 
 
 def _load_tokenizer(path: Path, manifest: Manifest | None) -> Tokenizer | None:
@@ -123,6 +177,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         parser.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)")
         given = parser.parse_args(arguments)
+        if given.samples < 0:
+            raise DataError(f"--samples {given.samples}: 0 or more expected")
         splits = sorted(manifest.parent for manifest in given.path.glob(f"*/{MANIFEST_NAME}"))
         for path in splits or [given.path]:
             inspect_source(path, given.samples)

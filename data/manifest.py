@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from data.files import write_file
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
+COUNT_NAMES = ("documents", "empty", "skipped", "replaced", "nul", "text_bytes")
 _VOCAB_MULTIPLE = 64  # rows of the embedding: a multiple of the tile that matrix kernels work in
 
 
@@ -33,14 +34,16 @@ class Manifest:
         splits: all splits made together; each is a sibling folder of that name.
         num_documents, num_tokens: totals over the shards; tokens include one end-of-document id a document.
         tokenizer_file: name of the tokenizer in this folder.
-        tokenizer_kind: how to read it, "sentencepiece".
+        tokenizer_kind: "sentencepiece" or "huggingface".
         tokenizer_sha256: hash of the tokenizer file.
         vocab_size: ids the tokenizer has; every token is below it.
         padded_vocab_size: `vocab_size` rounded up to a multiple of 64, for the model's embedding.
         eod_id: id written after every document.
         files: every other file of the folder, shards in reading order.
         options: what the preparation was asked for.
-        input: number, size and hash of the input files.
+        input: number, size and hash of the input files, or the data set's name and version.
+        counts: of the whole input, all splits together: "documents" found; of them "empty" and "skipped" ones;
+            characters "replaced" and "nul" ones dropped; "text_bytes" used. Nothing in old manifests.
         format_version: of this file.
     """
 
@@ -57,6 +60,7 @@ class Manifest:
     files: tuple[FileRecord, ...]
     options: dict[str, Any]
     input: dict[str, Any]
+    counts: dict[str, int] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     @property
@@ -88,6 +92,7 @@ class Manifest:
             raise DataError(f"{path}: a JSON object expected, {type(content).__name__} found")
         if content.get("format_version") != FORMAT_VERSION:
             raise DataError(f"{path}: format_version {content.get('format_version')}, expected {FORMAT_VERSION}")
+        content.setdefault("counts", {})  # which manifests did not have in the beginning
         _check_fields(path, content, _FIELD_TYPES)
         for record in content["files"]:
             _check_fields(path, record, _RECORD_TYPES)
@@ -115,6 +120,7 @@ _FIELD_TYPES: Mapping[str, type] = {
     "files": list,
     "options": dict,
     "input": dict,
+    "counts": dict,
     "format_version": int,
 }
 _RECORD_TYPES: Mapping[str, type] = {"name": str, "size_bytes": int, "xxh3": str}
@@ -134,6 +140,8 @@ def _check_fields(path: Path, content: object, types: Mapping[str, type]) -> Non
 
 def _hint(folder: Path) -> str:
     """Where the shards may be instead."""
+    if any(name.endswith(".partial") for name in (folder.name, folder.absolute().parent.name)):
+        return "an unfinished preparation; the command that began it goes on with it"
     if splits := sorted(child.parent.name for child in folder.glob(f"*/{MANIFEST_NAME}")):
         return f"did you mean {' or '.join(str(folder / split) for split in splits)}?"
     return "a source is a folder made by data.prepare, or the path of a .bin/.idx pair without its suffix"

@@ -1,159 +1,172 @@
-"""Input files to documents.
+"""Blocks to documents, and what happens to bytes that are not text."""
 
-A reader is a function from a path and `ReadOptions` to documents. To read another format, write one and name
-its suffixes in `_READER_OF_SUFFIX`.
-"""
-
-import codecs
-import glob
-import io
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
 
+from data.blocks import Block, JsonLinesBlock, ReadOptions, RecordBlock, TextBlock, describe_missing_text
 from data.errors import DataError
 
-DOCUMENT_UNITS = ("file", "line", "paragraph")
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
-class Document(NamedTuple):
-    """One document: its text with "\\n" line ends, its place for messages, the byte it ends at."""
+def read_documents(blocks: list[Block], options: ReadOptions, counts: Counter[str]) -> Iterator[str]:
+    """The documents of blocks, in order; all of them can be written as UTF-8.
 
-    text: str
-    place: str
-    end_bytes: int
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """How readers cut files into documents.
-
-    Attributes:
-        document_per: of a text file, the whole "file", each "line" or each "paragraph" (up to a blank line).
-        text_key: of a JSONL line: the key that holds the text.
-    """
-
-    document_per: str = "file"
-    text_key: str = "text"
-
-
-Reader = Callable[[Path, ReadOptions], Iterator[Document]]
-
-
-def read_documents(path: Path, options: ReadOptions) -> Iterator[Document]:
-    """Documents of a file, by the reader for its suffix; text if the suffix is unknown.
+    Args:
+        blocks: of any kinds.
+        options: how to cut and decode them.
+        counts: gets the numbers of "documents" found, those "skipped" for an error, and characters "replaced".
 
     Raises:
-        DataError: names the file and the byte or line that cannot be read.
+        DataError: an error that `options.on_error` does not cover; names the file and the byte, line or row.
     """
-    return _READER_OF_SUFFIX.get(path.suffix.lower(), read_text)(path, options)
+    reader = _Reader(options, counts)
+    for block in blocks:
+        for text in reader.read(block):
+            counts["documents"] += 1
+            if text is not None:
+                yield text
 
 
-def find_input_files(inputs: Iterable[str]) -> list[Path]:
-    """Files that paths, folders and globs stand for, each once, in the order given and by name within each.
+class _Reader:
+    """Reads blocks by the options; a document is None where it was skipped."""
 
-    A folder stands for all files below it with the suffix of a reader, hidden ones left out.
+    def __init__(self, options: ReadOptions, counts: Counter[str]) -> None:
+        self._options = options
+        self._counts = counts
 
-    Raises:
-        DataError: one of them stands for no file.
-    """
-    files: dict[Path, Path] = {}
-    for given in inputs:
-        path = Path(given)
-        if path.is_dir():
-            found = [child for child in sorted(path.rglob("*")) if _is_input(child.relative_to(path), child)]
-            if not found:
-                raise DataError(f"--input {given}: no {', '.join(_READER_OF_SUFFIX)} file in this folder")
-        elif path.is_file():
-            found = [path]
-        else:
-            found = [Path(name) for name in sorted(glob.glob(given, recursive=True)) if Path(name).is_file()]
-            if not found:
-                raise DataError(f"--input {given}: no such file or folder, and no file matches it as a pattern")
-        for file in found:
-            files.setdefault(file.resolve(), file)
-    return list(files.values())
+    def read(self, block: Block) -> Iterator[str | None]:
+        if isinstance(block, JsonLinesBlock):
+            return self._read_json_lines(block)
+        if isinstance(block, RecordBlock):
+            return self._read_records(block)
+        return self._read_text(block)
+
+    def _read_text(self, block: TextBlock) -> Iterator[str | None]:
+        for start, content in _UNITS[self._options.document_per](block.content):
+            yield self._decode(content, block.start_byte + start, str(block.path))
+
+    def _read_json_lines(self, block: JsonLinesBlock) -> Iterator[str | None]:
+        offset = block.start_byte
+        for number, line in enumerate(block.content.split(b"\n"), block.first_line):
+            if line.strip():
+                yield self._read_json_line(line, offset, f"{block.path}:{number}")
+            offset += len(line) + 1
+
+    def _read_json_line(self, line: bytes, offset: int, place: str) -> str | None:
+        content = self._decode(line, offset, place)
+        if content is None:
+            return None
+        try:
+            record = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            self._leave_out(f"{place}: not valid JSON: {error} (byte {offset:,})")
+            return None
+        text = record.get(self._options.text_key) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            self._leave_out(f"{place}: {describe_missing_text(record, self._options.text_key)}")
+            return None
+        return self._repair(text, place)
+
+    def _read_records(self, block: RecordBlock) -> Iterator[str | None]:
+        for number, text in enumerate(block.texts, block.first):
+            place = f"{block.source}: {block.unit} {number:,}"
+            if isinstance(text, bytes):
+                yield self._decode(text, 0, place)
+            elif text is not None:
+                yield self._repair(text, place)
+            else:
+                self._leave_out(f"{place}: no text under {self._options.text_key!r} (--text-key)")
+                yield None
+
+    def _decode(self, content: bytes, offset: int, place: str) -> str | None:
+        """Text of UTF-8 whose first byte is number `offset` of its place; None if it is to be skipped."""
+        try:
+            return self._unify(content.decode())
+        except UnicodeDecodeError as error:
+            found = f"byte {offset + error.start:,} is 0x{content[error.start]:02X}"
+            hint = _guess_encoding(content) if offset + error.start == 0 else ""
+            self._settle(f"{place}: {found}: not UTF-8{hint} (--encoding, --on-error)")
+        if self._options.on_error == "skip":
+            return None
+        text = content.decode(errors="replace")
+        self._counts["replaced"] += text.count("\ufffd") - content.count("\ufffd".encode())
+        return self._unify(text)
+
+    def _repair(self, text: str, place: str) -> str | None:
+        """A text without halves of surrogate pairs, as "\\ud800" in JSON makes; None if it is to be skipped."""
+        match = _SURROGATES.search(text) if not text.isascii() else None
+        if match is not None:
+            self._settle(f"{place}: character {match.start():,} of the text is half of a surrogate pair (--on-error)")
+            if self._options.on_error == "skip":
+                return None
+            text, num_replaced = _SURROGATES.subn("\ufffd", text)
+            self._counts["replaced"] += num_replaced
+        return self._unify(text)
+
+    def _leave_out(self, message: str) -> None:
+        """For a record without a text, which cannot be repaired."""
+        if self._options.on_error != "skip":
+            raise DataError(f"{message}; --on-error skip leaves it out")
+        self._counts["skipped"] += 1
+
+    def _settle(self, message: str) -> None:
+        """For bytes that are not text, which can."""
+        if self._options.on_error == "stop":
+            raise DataError(message)
+        self._counts["skipped"] += self._options.on_error == "skip"
+
+    def _unify(self, text: str) -> str:
+        if self._options.newlines == "keep" or "\r" not in text:
+            return text
+        return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_text(path: Path, options: ReadOptions) -> Iterator[Document]:
-    """Documents of a UTF-8 text file, with or without byte order mark and with any line ends."""
-    lines = _decoded_lines(path)
-    if options.document_per == "file":
-        yield Document("".join(text for text, _ in lines), str(path), path.stat().st_size)
-    elif options.document_per == "line":
-        for text, end_bytes in lines:
-            yield Document(text.removesuffix("\n"), str(path), end_bytes)
-    else:
-        paragraph: list[str] = []
-        end_bytes = 0
-        for text, end_bytes in lines:
-            if text.strip():
-                paragraph.append(text)
-            elif paragraph:
-                yield Document("".join(paragraph).removesuffix("\n"), str(path), end_bytes)
-                paragraph.clear()
-        if paragraph:
-            yield Document("".join(paragraph).removesuffix("\n"), str(path), end_bytes)
+def _guess_encoding(content: bytes) -> str:
+    """A hint for files that begin with the byte order mark of another encoding."""
+    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return " but perhaps UTF-16 (--encoding utf-16)"
+    return ""
 
 
-def read_jsonl(path: Path, options: ReadOptions) -> Iterator[Document]:
-    """Documents of a file with one JSON object a line; blank lines are passed over."""
-    with path.open("rb") as file:
-        end_bytes = 0
-        for number, line in enumerate(file, 1):
-            end_bytes += len(line)
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                record = json.loads(line.removeprefix(codecs.BOM_UTF8) if number == 1 else line)
-            except UnicodeDecodeError as error:
-                raise DataError(f"{place}: not UTF-8: {error.reason}") from None
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{place}: not valid JSON: {error}") from None
-            if not isinstance(record, dict):
-                raise DataError(f"{place}: a JSON object expected, {type(record).__name__} found")
-            text = record.get(options.text_key)
-            if not isinstance(text, str):
-                keys = ", ".join(sorted(record)) or "none"
-                raise DataError(f"{place}: no text under {options.text_key!r} (--text-key); keys here: {keys}")
-            yield Document(_unify_line_ends(text), place, end_bytes)
+def _whole(content: bytes) -> Iterator[tuple[int, bytes]]:
+    yield 0, content
 
 
-_READER_OF_SUFFIX: dict[str, Reader] = {
-    ".txt": read_text,
-    ".text": read_text,
-    ".md": read_text,
-    ".jsonl": read_jsonl,
-    ".ndjson": read_jsonl,
+def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Start and content of each line; "\\n", "\\r\\n" and "\\r" end lines."""
+    start = 0
+    for line in content.splitlines(keepends=True):
+        yield start, line.rstrip(b"\r\n")
+        start += len(line)
+
+
+def _line_groups(content: bytes) -> Iterator[tuple[int, bytes]]:
+    """Start and content of each group of lines between blank ones."""
+    group_start = start = 0
+    group: list[bytes] = []
+    for line in content.splitlines(keepends=True):
+        is_blank = not line.strip() or not line.decode(errors="replace").strip()
+        if is_blank and group:
+            yield group_start, _join_lines(group)
+            group = []
+        elif not is_blank:
+            group_start = group_start if group else start
+            group.append(line)
+        start += len(line)
+    if group:
+        yield group_start, _join_lines(group)
+
+
+def _join_lines(lines: list[bytes]) -> bytes:
+    """Without the end of the last one."""
+    return b"".join([*lines[:-1], lines[-1].rstrip(b"\r\n")])
+
+
+_UNITS: dict[str, Callable[[bytes], Iterator[tuple[int, bytes]]]] = {
+    "file": _whole,
+    "line": _lines,
+    "block": _line_groups,
 }
-
-
-def _is_input(relative: Path, path: Path) -> bool:
-    hidden = any(part.startswith(".") for part in relative.parts)
-    return not hidden and path.suffix.lower() in _READER_OF_SUFFIX and path.is_file()
-
-
-def _decoded_lines(path: Path) -> Iterator[tuple[str, int]]:
-    """(line with its "\\n", byte it ends at) for each line of a file."""
-    with path.open("rb") as file:
-        end_bytes = 0
-        for line in file:
-            if end_bytes == 0 and line.startswith(codecs.BOM_UTF8):
-                end_bytes = len(codecs.BOM_UTF8)
-                line = line[end_bytes:]
-            try:
-                text = line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}: byte {end_bytes + error.start:,} is 0x{line[error.start]:02X}: not UTF-8"
-                ) from None
-            end_bytes += len(line)
-            for part in io.StringIO(_unify_line_ends(text)):  # more than one where "\r" ends lines
-                yield part, end_bytes
-
-
-def _unify_line_ends(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,132 +1,142 @@
-"""SentencePiece: loading a tokenizer, and training one that gives every text back byte for byte."""
+"""What a tokenizer is here, whichever library it comes from."""
 
 import hashlib
-import io
-import re
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
-import sentencepiece
+import numpy as np
 
 from data.errors import DataError
-from data.files import write_file
 
-END_OF_DOCUMENT = "<|endoftext|>"
-MODEL_TYPES = ("unigram", "bpe")
-_TRAINING_THREADS = 4  # fixed: sums of floats, and so the result, depend on it
-_SENTENCE_CHARS = 4096
+# End-of-document tokens of widely used tokenizers: GPT-2 and many more, SentencePiece and Llama 2, Llama 3, Gemma,
+# DeepSeek, BLOOM's kin.
+END_OF_DOCUMENT_NAMES = (
+    "<|endoftext|>",
+    "</s>",
+    "<|end_of_text|>",
+    "<eos>",
+    "<｜end▁of▁sentence｜>",
+    "<|eos|>",
+    "[EOS]",
+)
+_NAMES_OF_PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
-class Tokenizer:
-    """A SentencePiece model.
+class Tokenizer(ABC):
+    """A tokenizer: text to ids and back.
 
     Attributes:
-        kind: "sentencepiece", as in the manifest.
-        path: the model file.
-        sha256: its hash in hex.
-        vocab_size: number of ids.
-        eod_id: the id that ends a document, the model's end-of-sentence piece. It is a control piece: text
-            that spells its name is encoded like any other text and never as this id.
+        kind: "sentencepiece" or "huggingface", as in the manifest.
+        path: where it was loaded from.
+        content: what to write into a file of the name `file_name` to load the same tokenizer from there.
+        sha256: hash of `content` in hex.
+        vocab_size: number of ids; every id is below it.
+        eod_id: the id that ends a document; None if that is not clear.
     """
 
-    kind = "sentencepiece"
+    kind: ClassVar[str]
+    file_name: ClassVar[str]
 
-    def __init__(self, path: Path, model: bytes) -> None:
-        """For `load`."""
+    def __init__(self, path: Path, content: bytes) -> None:
         self.path = path
-        self.sha256 = hashlib.sha256(model).hexdigest()
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.vocab_size: int = self._processor.vocab_size()
-        self.eod_id: int = self._processor.eos_id()
+        self.content = content
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.vocab_size: int = 0
+        self.eod_id: int | None = None
 
-    @classmethod
-    def load(cls, path: str | Path) -> "Tokenizer":
-        """Load a `.model` file.
+    @staticmethod
+    def load(path: str | Path) -> "Tokenizer":
+        """Load a SentencePiece model, a Hugging Face `tokenizer.json`, or GPT-2's vocabulary and merges.
+
+        Args:
+            path: a file, or a folder that holds one by its usual name. Of vocabulary and merges, either file; the
+                other one lies beside it: `vocab.json` and `merges.txt`, or `encoder.json` and `vocab.bpe`.
 
         Raises:
-            DataError: no such file, not a SentencePiece model, or a model without an end-of-sentence piece.
+            DataError: no such file, or not a tokenizer.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise DataError(f"{path}: no such file; a SentencePiece model expected")
-        try:
-            tokenizer = cls(path, path.read_bytes())
-        except RuntimeError:
-            raise DataError(f"{path}: not a SentencePiece model") from None
-        if tokenizer.eod_id < 0:
-            raise DataError(f"{path}: the model has no end-of-sentence piece to end documents with")
-        return tokenizer
+        from data.huggingface_tokenizer import HuggingFaceTokenizer, convert_vocabulary_and_merges
+        from data.sentencepiece_tokenizer import SentencePieceTokenizer
 
+        path = _find_file(Path(path))
+        content = path.read_bytes()
+        if pair := _vocabulary_and_merges(path, content):
+            return HuggingFaceTokenizer(path, convert_vocabulary_and_merges(*pair))
+        if content.lstrip()[:1] == b"{":
+            return HuggingFaceTokenizer(path, content)
+        return SentencePieceTokenizer(path, content)
+
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end-of-document id."""
-        return self._processor.encode(text)
+        """Ids of a text, without an end-of-document id, and without any that a name in the text might stand for."""
 
+    def encode_array(self, text: str) -> np.ndarray:
+        """The same ids, as int32 [num_tokens]."""
+        return np.array(self.encode(text), np.int32)
+
+    @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; control ids stand for nothing.
+        """Text of ids; special ids, such as that of the end of a document, stand for nothing."""
 
-        For a model of `train_sentencepiece`, `decode(encode(text)) == text`, except that U+2581 (▁), which
-        SentencePiece writes for a space, comes back as a space.
+    @abstractmethod
+    def find_id(self, token: str) -> int | None:
+        """Id of a token by its name."""
+
+    def choose_eod_id(self, token: str | None) -> int:
+        """The id that ends a document: that of `token`, else the one that the tokenizer has for it.
+
+        Raises:
+            DataError: there is no such token, or it is not clear which one it is.
         """
-        return self._processor.decode(list(ids))
+        if token is not None:
+            chosen = self.find_id(token)
+            if chosen is None:
+                raise DataError(f"--eod-token {token}: {self.path} has no such token")
+            return chosen
+        if self.eod_id is None:
+            known = [name for name in END_OF_DOCUMENT_NAMES if self.find_id(name) is not None]
+            found = f"it has {' and '.join(known)}" if known else f"none of {', '.join(END_OF_DOCUMENT_NAMES)}"
+            raise DataError(
+                f"{self.path}: which token ends a document is not clear ({found}); name it with --eod-token"
+            )
+        return self.eod_id
 
 
-def train_sentencepiece(texts: Iterable[str], out_path: str | Path, vocab_size: int, model_type: str) -> None:
-    """Train a tokenizer and write it to `out_path`.
+def _find_file(path: Path) -> Path:
+    if path.is_dir():
+        names = ("tokenizer.json", "tokenizer.model", *(vocabulary for vocabulary, _ in _NAMES_OF_PAIRS))
+        for name in names:
+            if (path / name).is_file():
+                return path / name
+        raise DataError(f"{path}: no {', '.join(names)} in this folder")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; a SentencePiece model or a tokenizer.json expected")
+    return path
 
-    Text is taken as it is: no normalisation, no added or removed spaces, newlines kept, and bytes for
-    characters that have no piece of their own. The same texts give the same file.
 
-    Args:
-        texts: documents, read once and held in memory by the trainer.
-        out_path: the `.model` file to write.
-        vocab_size: number of ids, 256 bytes and 3 others included.
-        model_type: "unigram" or "bpe".
+def _vocabulary_and_merges(path: Path, content: bytes) -> tuple[Path, Path] | None:
+    """The two files, if `path` is one of them."""
+    for vocabulary, merges in _NAMES_OF_PAIRS:
+        if path.name.endswith(merges):
+            pair = path.with_name(path.name.removesuffix(merges) + vocabulary), path
+        elif path.name.endswith(vocabulary) and _is_vocabulary(content):
+            pair = path, path.with_name(path.name.removesuffix(vocabulary) + merges)
+        else:
+            continue
+        for file in pair:
+            if not file.is_file():
+                raise DataError(f"{file}: no such file; it belongs to {path.name}")
+        return pair
+    return None
 
-    Raises:
-        DataError: the texts have too few pieces for the vocabulary, or too many different characters.
-    """
-    model = io.BytesIO()
+
+def _is_vocabulary(content: bytes) -> bool:
+    """Whether this is a JSON object from tokens to ids."""
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(texts),
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type=model_type,
-            num_threads=_TRAINING_THREADS,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
-            byte_fallback=True,
-            user_defined_symbols=["\n"],
-            max_sentence_length=4 * _SENTENCE_CHARS,
-            unk_id=0,
-            eos_id=1,
-            bos_id=-1,
-            pad_id=-1,
-            eos_piece=END_OF_DOCUMENT,
-            minloglevel=4,
-        )
-    except RuntimeError as error:
-        raise DataError(_explain_failure(str(error), vocab_size)) from None
-    write_file(Path(out_path), model.getvalue())
-
-
-def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Lines of the texts, long ones cut: the trainer skips sentences beyond its limit."""
-    for text in texts:
-        for line in text.split("\n"):
-            for start in range(0, len(line), _SENTENCE_CHARS):
-                yield line[start : start + _SENTENCE_CHARS]
-
-
-def _explain_failure(message: str, vocab_size: int) -> str:
-    vocabulary = f"a vocabulary of {vocab_size:,}"
-    if limit := re.search(r"Vocabulary size too high.*<= (\d+)", message):
-        return f"{vocabulary} is too large for this text, which gives at most {int(limit[1]):,} pieces"
-    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return f"{vocabulary} is too small for this text, which needs at least {int(least[1]):,}"
-    if "sentences_.empty()" in message:
-        return "there is no text to train a tokenizer on"
-    return f"training the tokenizer failed: {' '.join(message.split())}"
+        parsed: Any = json.loads(content)
+    except ValueError:
+        return True  # which will be said when it is read as one
+    return isinstance(parsed, dict) and not isinstance(parsed.get("model"), dict)

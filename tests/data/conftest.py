@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.indexed import IndexedShardWriter
-from data.tokenizer import train_sentencepiece
+from data.sentencepiece_tokenizer import train_sentencepiece
 
 WriteShard = Callable[..., Path]
 

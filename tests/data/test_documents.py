@@ -1,43 +1,32 @@
-"""The split: by content, in the proportion asked for."""
+"""What is dropped, and the split: by content, in the proportion asked for."""
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from data.documents import CleanDocument, clean_documents
-from data.readers import ReadOptions
+from data.documents import clean_documents
 
-NUM_DOCUMENTS = 4000
-
-
-def clean(path: Path, val_fraction: float, seed: int = 0) -> list[CleanDocument]:
-    return list(clean_documents([path], ReadOptions("line"), val_fraction, seed, Counter()))
+TEXTS = [f"document {number}" for number in range(4000)]
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    path = tmp_path / "a.txt"
-    path.write_text("".join(f"document {number}\n" for number in range(NUM_DOCUMENTS)))
-    return path
+def chosen(val_fraction: float, seed: int = 0) -> set[str]:
+    return {text for text, is_val in clean_documents(TEXTS, val_fraction, seed, Counter()) if is_val}
 
 
 @pytest.mark.parametrize("val_fraction", [0.0, 0.02, 0.3, 0.9])
-def test_share_of_validation_documents(path: Path, val_fraction: float) -> None:
-    num_val = sum(document.split == "val" for document in clean(path, val_fraction))
-    deviation = (NUM_DOCUMENTS * val_fraction * (1 - val_fraction)) ** 0.5
-    assert abs(num_val - NUM_DOCUMENTS * val_fraction) <= 4 * deviation
+def test_share_of_validation_documents(val_fraction: float) -> None:
+    deviation = (len(TEXTS) * val_fraction * (1 - val_fraction)) ** 0.5
+    assert abs(len(chosen(val_fraction)) - len(TEXTS) * val_fraction) <= 4 * deviation
 
 
-def test_seed_chooses_and_a_larger_fraction_only_adds(path: Path) -> None:
-    def chosen(val_fraction: float, seed: int) -> set[str]:
-        return {document.text for document in clean(path, val_fraction, seed) if document.split == "val"}
-
+def test_seed_chooses_and_a_larger_fraction_only_adds() -> None:
     assert chosen(0.1, 0) == chosen(0.1, 0)
     assert chosen(0.1, 0) != chosen(0.1, 1)
     assert chosen(0.1, 0) < chosen(0.2, 0)
 
 
-def test_position_runs_through_all_files(path: Path) -> None:
-    documents = clean_documents([path, path], ReadOptions("file"), 0.0, 0, Counter())
-    assert [document.end_bytes for document in documents] == [path.stat().st_size, 2 * path.stat().st_size]
+def test_what_is_dropped_is_counted() -> None:
+    counts: Counter[str] = Counter()
+    texts = ["one\0 two\0", "", " \n\t\u3000", "\0", "thrée"]
+    assert [text for text, _ in clean_documents(texts, 0.0, 0, counts)] == ["one two", "thrée"]
+    assert counts == {"empty": 3, "nul": 3, "text_bytes": 13}

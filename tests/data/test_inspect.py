@@ -1,14 +1,17 @@
 """`data.inspect` says what is wrong with a shard, and shows what is in a good one."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from data import inspect, prepare
+from data.errors import DataError
 from data.files import hash_file
 from data.indexed import IndexedShardWriter
+from data.source import TokenSource
 
 
 @pytest.fixture
@@ -42,6 +45,7 @@ def test_good_output(output: Path, capsys, texts: list[str]) -> None:
     assert f"{output / 'train'}: " in shown
     assert f"{output / 'val'}: " in shown
     assert "hashes match" in shown
+    assert "counts of the whole input: documents 100, empty 0, skipped 0, replaced 0, nul 0, text_bytes" in shown
     assert any(repr(text)[1:30] in shown for text in texts)
 
 
@@ -72,6 +76,41 @@ def test_what_is_wrong_is_said_in_one_line(output: Path, capsys, damage, message
     assert errors.startswith("error: ")
     assert errors.count("\n") == 1
     assert message in errors
+
+
+def test_lengths_of_documents(write_shard, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "_CHUNK_DOCUMENTS", 3)
+    lengths = [0, 1, 2, 3, 4, 7, 8, 9, 100, 127, 128, 1, 1]
+    source = TokenSource.open(write_shard("foreign", [range(length) for length in lengths]))
+    histogram = inspect.length_histogram(source)
+    assert [count for *_, count in histogram] == [
+        sum(shortest <= length <= longest for length in lengths) for shortest, longest, _ in histogram
+    ]
+    assert sum(count for *_, count in histogram) == len(lengths)
+    assert histogram[:3] == [(0, 0, 1), (1, 1, 3), (2, 3, 2)] and histogram[-1] == (128, 255, 1)
+    assert inspect.length_histogram(TokenSource.open(write_shard("empty", []))) == []
+    assert inspect.main([str(source.path)]) == 0
+    assert re.search(r"\n +1 +3  #{40}\n +2 to 3 +2  #{27}\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [([5, 6], r"document 3 \(tokens 5 to 7\) ends with id 6"), ([], r"document 3 \(tokens 5 to 5\) is empty")],
+)
+def test_document_without_its_end(write_shard, monkeypatch: pytest.MonkeyPatch, document, message: str) -> None:
+    monkeypatch.setattr(inspect, "_CHUNK_DOCUMENTS", 2)
+    source = TokenSource.open(write_shard("shard", [[1], [2, 1], [3, 1], document, [1]]))
+    with pytest.raises(DataError, match=rf"shard\.bin: {message}; the end-of-document id 1 expected"):
+        inspect.check_document_ends(source, 1)
+    inspect.check_document_ends(TokenSource.open(write_shard("good", [[1], [2, 1], [3, 1]])), 1)
+    inspect.check_document_ends(TokenSource.open(write_shard("empty", [])), 1)
+
+
+def test_unfinished_preparation(tmp_path: Path, capsys) -> None:
+    (tmp_path / "out.partial" / "train").mkdir(parents=True)
+    for path in (tmp_path / "out.partial", tmp_path / "out.partial" / "train"):
+        assert inspect.main([str(path)]) == 2
+        assert "an unfinished preparation" in capsys.readouterr().err
 
 
 def test_foreign_pair(write_shard, capsys) -> None:

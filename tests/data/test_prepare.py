@@ -1,27 +1,48 @@
 """Preparation from end to end, and what a user sees when something is wrong."""
 
+import fcntl
+import gzip
 import json
 import os
-import shutil
-import signal
+import re
+import struct
 import subprocess
 import sys
+import termios
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import tokenizers
 
-from data import encode, inspect, prepare
+from data import blocks, command_line, inspect, parallel, prepare
+from data import output as output_module
+from data.blocks import Position, ReadOptions, RecordBlock, Task
 from data.errors import DataError
 from data.indexed import IndexedShard
 from data.manifest import Manifest
-from data.readers import ReadOptions
 from data.source import TokenSource
 from data.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
+AWKWARD = [
+    "  two  spaces  ",
+    "\n\n\n a\n",
+    "\t\ttabs\t",
+    "x\r\n and \r",
+    "\x01\x0b\x0c\x1b\x7f\x85",
+    "\u00a0x\u2003\u2028\u2029\u3000\ufeff",
+    "👩🏽‍🚀 🇳🇱 e\u0301 and é, ﬁ",
+    "العربية עברית हिन्दी ไทย 한국어 日本語 中文 𒀀𒀁 \U0001d518",
+    "\ufffd\ufffe\U0010ffff",
+    "<unk> <s> </s> <|endoftext|> <0x0A>",
+    "x" * 20_000,
+]
 
 
 def run(module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -118,7 +139,13 @@ def test_shards_hold_at_most_what_is_asked_for(corpus: Path, tokenizer_path: Pat
 
 
 def test_workers_do_not_change_a_byte(corpus: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_TASK_CHARS", 500)
+    """Files of every kind, each of several blocks, and a tokenizer trained on them."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(parallel, "_BYTES_AHEAD", 1000)
+    lines = "\n".join(json.dumps({"text": f"again {text}"}) for text in texts)
+    (corpus / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (corpus / "b.json").write_text(json.dumps([{"text": f"listed {text}"} for text in texts], indent=1))
+    pq.write_table(pa.table({"text": [f"row {text}" for text in texts]}), corpus / "c.parquet", row_group_size=30)
     outputs = []
     for num_workers in (1, 3):
         options = prepare.Options(
@@ -132,10 +159,94 @@ def test_workers_do_not_change_a_byte(corpus: Path, texts: list[str], monkeypatc
     assert {path.name for path in options.output.iterdir()} <= {"train", "val"}
 
 
-def test_killed_worker_is_said(corpus: Path, tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode, "_start_worker", partial(os._exit, 1))
-    with pytest.raises(DataError, match="a tokenizing process was killed"):
-        prepare.prepare(make_options(corpus, tokenizer_path, num_workers=2))
+@pytest.mark.parametrize("newlines", ["unify", "keep"])
+def test_every_byte_of_awkward_documents_comes_back(tmp_path: Path, newlines: str) -> None:
+    """A document a line of JSON; the tokenizer is trained on them."""
+    texts = [text.replace("\0", "") for text in AWKWARD if text.strip("\0 \n\r\t")]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    output = tmp_path / "out"
+    arguments = ["--input", str(tmp_path / "a.jsonl"), "--output", str(output), "--workers", "1", "--val-fraction", "0"]
+    assert prepare.main([*arguments, "--vocab-size", "325", "--newlines", newlines]) == 0
+    unified = [text.replace("\r\n", "\n").replace("\r", "\n") for text in texts]
+    assert decoded_documents(output / "train") == (texts if newlines == "keep" else unified)
+
+
+def test_errors_are_counted_in_the_manifest(tmp_path: Path, tokenizer_path: Path, capsys) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\n\xff\n\ntwo\0\nt\xe9\xff")
+    arguments = ["--input", str(tmp_path / "a.txt"), "--document-per", "line", "--tokenizer", str(tokenizer_path)]
+    for on_error, skipped, replaced, documents in (
+        ("skip", 2, 0, ["one", "two"]),
+        ("replace", 0, 3, ["one", "\ufffd", "two", "t\ufffd\ufffd"]),
+    ):
+        output = tmp_path / on_error
+        code = prepare.main([*arguments, "--on-error", on_error, "--output", str(output), "--val-fraction", "0"])
+        assert code == 0
+        assert decoded_documents(output / "train") == documents
+        counts = Manifest.read(output / "train").counts
+        num_bytes = sum(len(document.encode()) for document in documents)
+        assert counts == {
+            "documents": 5,
+            "empty": 1,
+            "skipped": skipped,
+            "replaced": replaced,
+            "nul": 1,
+            "text_bytes": num_bytes,
+        }
+        assert f"left out {skipped} documents that could not be read, replaced {replaced}" in capsys.readouterr().out
+
+
+def test_hugging_face_tokenizer_travels_with_the_shards(corpus: Path, texts: list[str], capsys) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "</s>"]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    path = corpus.parent / "tokenizer.json"
+    made.save(str(path))
+    output = corpus.parent / "out"
+    arguments = ["--input", str(corpus), "--output", str(output), "--tokenizer", str(path), "--workers", "2"]
+    assert prepare.main(arguments) == 2
+    assert "which token ends a document is not clear" in capsys.readouterr().err
+    assert not output.exists()
+    assert prepare.main([*arguments, "--eod-token", "</s>"]) == 0
+    manifest = Manifest.read(output / "train")
+    assert (manifest.tokenizer_kind, manifest.tokenizer_file) == ("huggingface", "tokenizer.json")
+    assert (manifest.eod_id, manifest.vocab_size, manifest.padded_vocab_size) == (1, 300, 320)
+    assert (output / "train" / "tokenizer.json").read_bytes() == path.read_bytes()
+    assert decoded_documents(output / "train")[0] == texts[0]
+    assert inspect.main([str(output)]) == 0
+    assert prepare.main([*arguments, "--eod-token", "<|endoftext|>"]) == 2
+    assert "made with eod_token = </s>, now <|endoftext|>" in capsys.readouterr().err
+
+
+def test_progress_on_a_terminal_and_elsewhere(corpus: Path, tokenizer_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(command_line, "_SECONDS_BETWEEN_LINES", 0.0)
+    options = make_options(corpus, tokenizer_path)
+    prepare.prepare(options)
+    assert re.search(r"tokenizing: 0 of 0 MB, \d+\.\d MB/s, [\d,]+ tokens, 00:00 left\n", capsys.readouterr().out)
+    main_end, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    arguments = ["--input", corpus, "--tokenizer", tokenizer_path, "--output", corpus.parent / "other"]
+    command = [sys.executable, "-m", "data.prepare", *map(str, arguments)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=terminal) as process:
+        os.close(terminal)
+        shown = b""
+        with suppress(OSError):  # which the terminal's end looks like
+            while piece := os.read(main_end, 10_000):
+                shown += piece
+    os.close(main_end)
+    assert process.returncode == 0
+    assert re.search(rb"tokenizing:.*\d+%\|.*\|.*<.*MB/s, [\d,]+ tokens", shown)
+
+
+def test_killed_worker_is_said() -> None:
+    task = Task([RecordBlock("a", "row", 0, ["text"], 4)], Position(0, 1, 4))
+    with pytest.raises(DataError, match="a worker process was killed"):
+        list(parallel.map_tasks(partial(os._exit, 1), [task], 2))
 
 
 def test_counts_of_what_is_left_out(tmp_path: Path, tokenizer_path: Path, capsys) -> None:
@@ -165,6 +276,12 @@ def test_finished_output_is_reused(corpus: Path, tokenizer_path: Path, capsys) -
     prepare.prepare(make_options(moved, tokenizer_path, num_workers=2, output=options.output))
     assert "nothing to do" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in options.output.rglob("*")}
+
+
+def test_output_within_the_input_is_no_input(corpus: Path, tokenizer_path: Path, capsys) -> None:
+    for _ in range(2):
+        prepare.prepare(make_options(corpus, tokenizer_path, output=corpus / "out"))
+    assert "nothing to do" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -229,43 +346,10 @@ def test_leftovers_are_replaced(corpus: Path, tokenizer_path: Path) -> None:
     assert not (options.output / "train" / "train-00007.bin").exists()
 
 
-def test_killed_preparation_leaves_nothing_that_looks_finished(
-    corpus: Path, tokenizer_path: Path, texts: list[str]
-) -> None:
-    """SIGKILL after a first shard is complete, with workers running; then the same command again."""
-    output = corpus.parent / "out"
-    text = "\n".join(texts * 400)  # seconds of work
-    for number in range(40):
-        (corpus / f"large-{number}.txt").write_text(f"{number} {text}")
-    arguments = ["--input", corpus, "--output", output, "--tokenizer", tokenizer_path, "--workers", 2]
-    command = [sys.executable, "-m", "data.prepare", *map(str, arguments), "--shard-tokens", "1000"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert b"writing" in process.stdout.readline()
-        finished = output.with_name("out.partial") / "train" / "train-00000.idx"
-        while not finished.exists():
-            assert process.poll() is None
-        process.kill()
-        assert process.stdout.read() == b""  # ends when the last worker has let go of it
-    assert process.returncode == -signal.SIGKILL
-    assert not output.exists()
-    assert finished.exists()
-    with pytest.raises(DataError):
-        TokenSource.open(output.with_name("out.partial") / "train")
-
-    shutil.rmtree(corpus)
-    corpus.mkdir()
-    (corpus / "small.txt").write_text("small")
-    result = run("data.prepare", *arguments, "--val-fraction", 0)
-    assert result.returncode == 0, result.stderr
-    assert decoded_documents(output / "train") == ["small"]
-    assert not output.with_name("out.partial").exists()
-
-
 def test_two_preparations_of_one_output(corpus: Path, tokenizer_path: Path) -> None:
     options = make_options(corpus, tokenizer_path)
     with (
-        prepare._partial_folder(options.output),
+        output_module.partial_folder(options.output),
         pytest.raises(DataError, match="another process is preparing this output"),
     ):
         prepare.prepare(options)
@@ -299,9 +383,22 @@ def test_command_from_text_to_samples(corpus: Path) -> None:
         (["--input", "{good}", "--workers", "0"], "--workers 0: at least 1 expected"),
         (["--input", "{good}", "--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
         (["--input", "{good}", "--tokenizer", "{model}", "--vocab-size", "9"], "--tokenizer excludes"),
+        (["--input", "{good}", "--dataset", "json"], "argument --dataset: not allowed with argument --input"),
+        (["--input", "{good}", "--split", "train"], "--split: only with --dataset"),
+        (["--input", "{good}", "--streaming"], "--streaming: only with --dataset"),
+        (["--input", "{good}", "--eod-token", "x"], "--eod-token: only with --tokenizer"),
+        (
+            ["--input", "{good}", "--tokenizer", "{model}", "--eod-token", "<x>"],
+            "--eod-token <x>: {model} has no",
+        ),
+        (["--input", "{good}", "--encoding", "utf-9"], "--encoding utf-9: unknown"),
+        (["--input", "{good}", "--on-error", "ignore"], "argument --on-error: invalid choice: 'ignore'"),
+        (["--input", "{truncated}", "--tokenizer", "{model}"], "{truncated}: damaged gzip file"),
+        (["--input", "{good}/*"], "--input {good}/*: no such file or folder, and no file matches it as a pattern"),
+        (["--input", "{good}", "--output", "{good}/out", "--tokenizer", "{model}"], "{good}/out"),
         (["--input", "{good}", "--colour", "blue"], "unrecognized arguments: --colour blue"),
-        ([], "required: --input"),
-        (["--input", "{surrogate}", "--tokenizer", "{model}"], "{surrogate}:1: character 1 is half of a"),
+        ([], "one of the arguments --input --dataset is required"),
+        (["--input", "{surrogate}", "--tokenizer", "{model}"], "{surrogate}:1: character 1 of the text is half of a"),
     ],
 )
 def test_a_users_fault_is_one_line(
@@ -314,6 +411,8 @@ def test_a_users_fault_is_one_line(
     paths["good"].write_text("a few words")
     paths["surrogate"].write_text('{"text": "a\\ud800"}')
     paths["empty"].mkdir()
+    paths["truncated"] = tmp_path / "t.txt.gz"
+    paths["truncated"].write_bytes(gzip.compress(b"a few words")[:-4])
     code = prepare.main(["--output", str(tmp_path / "out"), *(word.format(**paths) for word in arguments)])
     errors = capfd.readouterr().err
     assert code == 2

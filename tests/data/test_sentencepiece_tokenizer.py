@@ -1,15 +1,18 @@
-"""Every text comes back byte for byte, and nothing in a text becomes the end of a document."""
+"""SentencePiece: every text comes back byte for byte, and nothing in a text becomes the end of a document."""
 
+import io
 import sys
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import test
 from hypothesis import given
 from hypothesis import strategies as st
 
 from data.errors import DataError
-from data.tokenizer import END_OF_DOCUMENT, Tokenizer, train_sentencepiece
+from data.sentencepiece_tokenizer import END_OF_DOCUMENT, train_sentencepiece
+from data.tokenizer import Tokenizer
 
 AWKWARD = [
     "",
@@ -117,8 +120,29 @@ def test_corpus_that_does_not_fit(
 def test_files_that_are_no_tokenizer(tmp_path: Path, capfd) -> None:
     with pytest.raises(DataError, match="no such file"):
         Tokenizer.load(tmp_path / "absent.model")
-    for content in (b"", b"not a model", bytes(range(256))):
+    for content in (b"", b"not a model", bytes(range(256)), b'{"model": {}}', b"{}", b"{"):
         (tmp_path / "bad.model").write_bytes(content)
         with pytest.raises(DataError, match=r"bad\.model"):
             Tokenizer.load(tmp_path / "bad.model")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_folder_stands_for_the_tokenizer_in_it(tokenizer_path: Path, tmp_path: Path) -> None:
+    assert Tokenizer.load(tokenizer_path.parent).sha256 == Tokenizer.load(tokenizer_path).sha256
+    with pytest.raises(DataError, match=r"no tokenizer\.json, tokenizer\.model"):
+        Tokenizer.load(tmp_path)
+
+
+def test_model_without_an_end_of_sentence_piece(tmp_path: Path) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["a few words"] * 9), model_writer=model, vocab_size=12, eos_id=-1, minloglevel=4
+    )
+    (tmp_path / "a.model").write_bytes(model.getvalue())
+    tokenizer = Tokenizer.load(tmp_path / "a.model")
+    assert tokenizer.eod_id is None
+    with pytest.raises(DataError, match=r"a\.model: which token ends a document is not clear.*--eod-token"):
+        tokenizer.choose_eod_id(None)
+    assert tokenizer.choose_eod_id("<s>") == tokenizer.find_id("<s>")
+    with pytest.raises(DataError, match=r"--eod-token <other>: .*a\.model has no such token"):
+        tokenizer.choose_eod_id("<other>")

@@ -1,0 +1,73 @@
+"""Hugging Face's `tokenizer.json`, and GPT-2's vocabulary and merges, by the `tokenizers` library."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from data.errors import DataError
+from data.tokenizer import END_OF_DOCUMENT_NAMES, Tokenizer
+
+_GPT2_END_OF_TEXT = "<|endoftext|>"
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`.
+
+    Text is encoded as text: nothing is added before or after it, nothing cut off, and the names of special tokens
+    in it have no meaning. The end-of-document id is that of the one well-known name which the tokenizer has.
+    """
+
+    kind = "huggingface"
+    file_name = "tokenizer.json"
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        """For `Tokenizer.load`.
+
+        Raises:
+            DataError: the content is not a tokenizer.json.
+        """
+        super().__init__(path, content)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library raises nothing more special
+            raise DataError(f"{path}: not a tokenizer.json: {' '.join(str(error).split())}") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        if isinstance(self._tokenizer.model, tokenizers.models.BPE):
+            self._tokenizer.model.dropout = None  # the same text gives the same ids
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        known = [token_id for name in END_OF_DOCUMENT_NAMES if (token_id := self.find_id(name)) is not None]
+        self.eod_id = known[0] if len(known) == 1 else None
+
+    def encode(self, text: str) -> list[int]:
+        """See `Tokenizer`."""
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """See `Tokenizer`."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def find_id(self, token: str) -> int | None:
+        """See `Tokenizer`."""
+        return self._tokenizer.token_to_id(token)
+
+
+def convert_vocabulary_and_merges(vocabulary: Path, merges: Path) -> bytes:
+    """The content of a `tokenizer.json` that encodes as GPT-2 does with these two files.
+
+    Raises:
+        DataError: they are not a vocabulary and merges.
+    """
+    try:
+        model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
+    except Exception as error:  # the library raises nothing more special
+        message = " ".join(str(error).split())
+        raise DataError(f"{vocabulary}, {merges.name}: not a vocabulary and its merges: {message}") from None
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if tokenizer.token_to_id(_GPT2_END_OF_TEXT) is not None:
+        tokenizer.add_special_tokens([_GPT2_END_OF_TEXT])
+    return tokenizer.to_str().encode()

@@ -1,0 +1,154 @@
+"""What `--input` names: the files that paths, folders and globs stand for, each with its format and compression."""
+
+import glob
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from data.command_line import Progress
+from data.errors import DataError
+from data.files import fingerprint_file
+
+_FORMAT_OF_SUFFIX = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_COMPRESSION_OF_SUFFIX = {".gz": "gzip", ".zst": "zstd"}
+_UNSUPPORTED_SUFFIXES = (".bz2", ".xz", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".br")
+_METADATA_NAMES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of `datasets`
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One input file.
+
+    Attributes:
+        path: where it is.
+        format: "text", "jsonl", "json", "parquet" or "arrow".
+        compression: "gzip", "zstd" or None.
+        size_bytes: as stored.
+    """
+
+    path: Path
+    format: str
+    compression: str | None
+    size_bytes: int
+
+    @classmethod
+    def open(cls, path: Path) -> "InputFile":
+        """A file by the suffixes of its name; text if they say nothing.
+
+        Raises:
+            DataError: the name says that it is an archive of a kind that is not read.
+            OSError: there is no such file.
+        """
+        format, compression = _split_suffixes(path.name)
+        if format is None and path.suffix.lower() in _UNSUPPORTED_SUFFIXES:
+            raise DataError(f"{path}: {path.suffix} files are not read; .gz and .zst are, or unpack it first")
+        return cls(path, format or "text", compression, path.stat().st_size)
+
+
+def find_input_files(inputs: Iterable[str], excluded: Sequence[Path] = ()) -> list[InputFile]:
+    """Files that paths, folders and globs stand for, each once, in the order given and by name within each.
+
+    A folder stands for all files below it with a known suffix. Hidden files and folders are left out, links are
+    followed.
+
+    Args:
+        inputs: as typed.
+        excluded: folders whose files are left out: the output may lie within an input.
+
+    Raises:
+        DataError: one of them stands for no file, or for one that is not read.
+    """
+    files: dict[str, InputFile] = {}
+    for given in inputs:
+        for path in _find(given, {os.path.realpath(folder) for folder in excluded}):
+            files.setdefault(os.path.realpath(path), InputFile.open(path))
+    return list(files.values())
+
+
+def describe_files(files: Sequence[InputFile]) -> dict[str, Any]:
+    """Number, size and hash of the input; names do not count, formats do, so that a folder may move.
+
+    Of files above 16 MB, the hash covers the size and 64 evenly spaced samples.
+    """
+    total_bytes = sum(file.size_bytes for file in files)
+    digest = xxhash.xxh3_128()
+    done_bytes = 0
+    with Progress("hashing the input", total_bytes) as progress:
+        for file in files:
+            suffix = file.path.suffix.lower()
+            if file.compression is not None:
+                suffix = file.path.with_suffix("").suffix.lower() + suffix
+            digest.update(f"{suffix} {fingerprint_file(file.path)}\n".encode())
+            done_bytes += file.size_bytes
+            progress.update(done_bytes)
+    return {"num_files": len(files), "size_bytes": total_bytes, "xxh3": digest.hexdigest()}
+
+
+def _split_suffixes(name: str) -> tuple[str | None, str | None]:
+    """(format, compression) that the suffixes of a name tell; None where they do not."""
+    stem, suffix = os.path.splitext(name.lower())
+    compression = _COMPRESSION_OF_SUFFIX.get(suffix)
+    if compression is not None:
+        suffix = os.path.splitext(stem)[1]
+    return _FORMAT_OF_SUFFIX.get(suffix), compression
+
+
+def _find(given: str, excluded: set[str]) -> list[Path]:
+    if os.path.isdir(given):
+        found = sorted(_files_below(given, excluded))
+        if not found:
+            raise DataError(f"--input {given}: no {', '.join(_FORMAT_OF_SUFFIX)} file in this folder")
+        return found
+    if os.path.exists(given):
+        if not os.path.isfile(given):
+            raise DataError(f"--input {given}: neither a file nor a folder")
+        return [Path(given)]
+    found = []
+    for match in sorted(glob.glob(given, recursive=True)):
+        if os.path.isdir(match) and "**" not in given:
+            found += sorted(_files_below(match, excluded))
+        elif os.path.isfile(match) and not _is_below(os.path.realpath(match), excluded):
+            found.append(Path(match))
+    if not found:
+        raise DataError(f"--input {given}: no such file or folder, and no file matches it as a pattern")
+    return found
+
+
+def _files_below(folder: str, excluded: set[str]) -> Iterator[Path]:
+    visited: set[str] = set()  # links may lead round in a circle
+
+    def stop(error: OSError) -> None:
+        raise DataError(f"{error.filename}: {error.strerror}")
+
+    for parent, children, names in os.walk(folder, followlinks=True, onerror=stop):
+        resolved = os.path.realpath(parent)
+        if resolved in visited or (resolved in excluded and parent != folder):
+            children.clear()
+            continue
+        visited.add(resolved)
+        children[:] = sorted(name for name in children if not name.startswith("."))
+        for name in names:
+            if name.startswith(".") or name in _METADATA_NAMES or _split_suffixes(name)[0] is None:
+                continue
+            path = os.path.join(parent, name)
+            if os.path.isfile(path):
+                yield Path(path)
+            elif os.path.islink(path):
+                raise DataError(f"{path}: a link to {os.readlink(path)}, which is no file")
+
+
+def _is_below(resolved: str, folders: set[str]) -> bool:
+    return any(resolved.startswith(folder + os.sep) for folder in folders)

@@ -1,0 +1,112 @@
+"""The folder that a preparation makes: complete under its own name, or unfinished under another."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from data.errors import DataError
+from data.files import sync
+from data.journal import JOURNAL_NAME
+from data.manifest import MANIFEST_NAME, Manifest
+from data.source import TokenSource
+
+# Options that manifests did not have in the beginning, by what was done then.
+_FORMER_OPTIONS: Mapping[str, Any] = {"encoding": "utf-8", "on_error": "stop", "newlines": "unify"}
+
+
+def partial_path(output: Path) -> Path:
+    """`OUTPUT.partial`, where an unfinished output is."""
+    return output.absolute().with_name(output.absolute().name + ".partial")
+
+
+def is_made_already(output: Path, options: dict[str, Any], input_record: dict[str, Any], overwrite: bool) -> bool:
+    """Whether the output is there, intact and what is asked for.
+
+    Raises:
+        DataError: something else is there and may not be overwritten.
+    """
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return False
+    if not (output / "train" / MANIFEST_NAME).is_file():
+        raise DataError(f"--output {output}: exists and was not made by data.prepare; choose another folder")
+    try:
+        manifest = Manifest.read(output / "train")
+        for split in manifest.splits:
+            TokenSource.open(output / split)
+        difference = _first_difference(manifest, options, input_record)
+    except DataError as error:
+        difference = str(error)
+    if difference is None:
+        return True
+    if overwrite:
+        return False
+    raise DataError(f"--output {output}: {difference}; choose another folder or pass --overwrite")
+
+
+@contextmanager
+def partial_folder(output: Path) -> Iterator[Path]:
+    """`OUTPUT.partial`, for this process alone; removed at an error, unless it has a journal to go on from.
+
+    Raises:
+        DataError: another process is using it, or it cannot be made or written to.
+    """
+    folder = partial_path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            # Held by the process: it goes with it, however it ends.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{folder}: another process is preparing this output") from None
+        try:
+            yield folder
+        except BaseException as error:
+            if (folder / JOURNAL_NAME).exists():
+                print(f"what is done is kept in {folder}: the same command goes on from there", flush=True)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, OSError) and error.filename is None:  # as when the disk is full
+                raise DataError(f"{folder}: {error.strerror}") from None
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def clear(folder: Path) -> None:
+    """Remove all that is in a folder."""
+    # The journal first: what it tells of must not be missing while it is there.
+    (folder / JOURNAL_NAME).unlink(missing_ok=True)
+    for leftover in folder.iterdir():
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def publish(folder: Path, output: Path) -> None:
+    """Give the finished folder its name, replacing an older output."""
+    (folder / JOURNAL_NAME).unlink(missing_ok=True)
+    for child in folder.iterdir():
+        if not child.is_dir():  # the tokenizer, of which each split has a copy now
+            child.unlink()
+    sync(folder)
+    replaced = folder.with_suffix(".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if output.exists():
+        output.replace(replaced)
+    folder.replace(output)
+    sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _first_difference(manifest: Manifest, options: dict[str, Any], input_record: dict[str, Any]) -> str | None:
+    made_with = {**_FORMER_OPTIONS, **manifest.options}
+    for name in sorted(made_with.keys() | options.keys()):
+        then, now = made_with.get(name), options.get(name)
+        if then != now:
+            return f"made with {name} = {then}, now {now}"
+    if manifest.input != input_record:
+        return "made from other input"
+    return None

@@ -1,0 +1,186 @@
+"""Hugging Face tokenizers: against the library itself, against GPT-2's algorithm, and against what texts may hold."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import regex
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from data.errors import DataError
+from data.tokenizer import Tokenizer
+
+EOD = "<|endoftext|>"
+# From openai/gpt-2, src/encoder.py.
+GPT2_WORDS = regex.compile(r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")
+some_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+def train(folder: Path, texts: list[str], special_tokens: list[str]) -> tokenizers.Tokenizer:
+    """A byte-level BPE tokenizer with 400 tokens, saved as tokenizer.json."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
+    """tokenizer.json, and the same as vocab.json and merges.txt in `gpt2`."""
+    folder = tmp_path_factory.mktemp("huggingface")
+    tokenizer = train(folder, texts, [EOD])
+    (folder / "gpt2").mkdir()
+    tokenizer.model.save(str(folder / "gpt2"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(scope="module")
+def theirs(folder: Path) -> PreTrainedTokenizerFast:
+    """The same by `transformers`, with special tokens in a text taken as text."""
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), split_special_tokens=True)
+
+
+@given(text=some_text)
+def test_ids_are_the_librarys_and_texts_come_back(
+    theirs: PreTrainedTokenizerFast, tokenizer: Tokenizer, text: str
+) -> None:
+    assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def gpt2_encoder(folder: Path) -> Callable[[str], list[int]]:
+    """GPT-2's encoder, written out."""
+    ids = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")[1:]
+    ranks = {tuple(line.split()): rank for rank, line in enumerate(lines) if line}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+    def encode(text: str) -> list[int]:
+        found = []
+        for word in GPT2_WORDS.findall(text):
+            parts = [letters[byte] for byte in word.encode()]
+            while True:
+                pairs = [(ranks.get(pair, len(ranks)), n) for n, pair in enumerate(pairwise(parts))]
+                rank, at = min(pairs, default=(len(ranks), 0))
+                if rank == len(ranks):
+                    break
+                parts[at : at + 2] = [parts[at] + parts[at + 1]]
+            found += [ids[part] for part in parts]
+        return found
+
+    return encode
+
+
+@settings(max_examples=60)
+@given(text=st.one_of(some_text, st.text(st.sampled_from("kalomi 's\n\t12.é"), max_size=60)))
+def test_vocabulary_and_merges_encode_as_gpt2_does(folder: Path, text: str) -> None:
+    tokenizer = Tokenizer.load(folder / "gpt2")
+    assert tokenizer.encode(text) == gpt2_encoder(folder / "gpt2")(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_vocabulary_and_merges_by_all_their_names(folder: Path, tmp_path: Path) -> None:
+    wanted = Tokenizer.load(folder / "gpt2")
+    assert wanted.eod_id == wanted.find_id(EOD) == 0
+    for vocabulary, merges in (
+        ("vocab.json", "merges.txt"),
+        ("encoder.json", "vocab.bpe"),
+        ("x-vocab.json", "x-merges.txt"),
+    ):
+        place = tmp_path / vocabulary
+        place.mkdir()
+        (place / vocabulary).write_bytes((folder / "gpt2" / "vocab.json").read_bytes())
+        (place / merges).write_bytes((folder / "gpt2" / "merges.txt").read_bytes())
+        for path in (place / vocabulary, place / merges):
+            assert Tokenizer.load(path).sha256 == wanted.sha256
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "merges.txt").touch()
+    with pytest.raises(DataError, match=r"vocab\.json: no such file; it belongs to merges\.txt"):
+        Tokenizer.load(tmp_path / "alone" / "merges.txt")
+    (tmp_path / "alone" / "vocab.json").write_text('{"a": 1')
+    with pytest.raises(DataError, match="not a vocabulary and its merges"):
+        Tokenizer.load(tmp_path / "alone")
+
+
+def test_what_travels_is_the_same_tokenizer(folder: Path, tmp_path: Path, texts: list[str]) -> None:
+    for path in (folder, folder / "gpt2"):
+        tokenizer = Tokenizer.load(path)
+        (tmp_path / tokenizer.file_name).write_bytes(tokenizer.content)
+        travelled = Tokenizer.load(tmp_path / tokenizer.file_name)
+        assert travelled.sha256 == tokenizer.sha256
+        assert [travelled.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]
+    assert Tokenizer.load(folder).content == (folder / "tokenizer.json").read_bytes()
+
+
+def test_names_of_special_tokens_in_a_text_are_text(tokenizer: Tokenizer) -> None:
+    text = f"ka{EOD}lo {EOD}"
+    ids = tokenizer.encode(text)
+    assert tokenizer.eod_id == 0
+    assert 0 not in ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, 0]) == text
+
+
+def test_settings_that_change_texts_are_ignored(folder: Path, tmp_path: Path) -> None:
+    """Truncation, padding, tokens around a text, and dropout."""
+    changed = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    changed.enable_truncation(4)
+    changed.enable_padding(length=50)
+    changed.post_processor = processors.TemplateProcessing(single=f"{EOD} $A", special_tokens=[(EOD, 0)])
+    changed.model.dropout = 0.5
+    changed.save(str(tmp_path / "tokenizer.json"))
+    text = "ka lo mi ne ru st to va xi zu " * 20
+    assert Tokenizer.load(tmp_path).encode(text) == Tokenizer.load(folder).encode(text)
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen", "message"),
+    [
+        ([EOD], EOD, ""),
+        (["</s>", "<s>"], "</s>", ""),
+        ([EOD, "<|im_end|>"], EOD, ""),
+        (["<|begin_of_text|>", "<|end_of_text|>"], "<|end_of_text|>", ""),
+        ([EOD, "</s>"], None, r"not clear \(it has <\|endoftext\|> and </s>\); name it with --eod-token"),
+        (["<stop>"], None, r"not clear \(none of <\|endoftext\|>, "),
+    ],
+)
+def test_end_of_document(tmp_path: Path, names: list[str], chosen: str | None, message: str) -> None:
+    train(tmp_path, ["a b"], names)
+    tokenizer = Tokenizer.load(tmp_path)
+    if chosen is not None:
+        assert tokenizer.choose_eod_id(None) == tokenizer.find_id(chosen) == names.index(chosen)
+    else:
+        with pytest.raises(DataError, match=message):
+            tokenizer.choose_eod_id(None)
+    assert tokenizer.choose_eod_id(names[-1]) == len(names) - 1
+
+
+def test_vocabulary_reaches_to_the_largest_id(tmp_path: Path) -> None:
+    model = models.WordLevel({"a": 0, "b": 7, "[UNK]": 3}, unk_token="[UNK]")
+    plain = tokenizers.Tokenizer(model)
+    plain.normalizer = normalizers.Lowercase()
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    plain.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.vocab_size == 8
+    assert tokenizer.encode("A b c") == [0, 7, 3]

@@ -1,0 +1,272 @@
+"""A preparation that is killed goes on where it was, to the same bytes; one that fails leaves nothing half-written."""
+
+import errno
+import gzip
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data import blocks, prepare
+from data.errors import DataError
+from data.indexed import IndexedShard, IndexedShardWriter, bin_path, idx_path
+from data.journal import JOURNAL_NAME
+from data.parallel import map_tasks
+from data.source import TokenSource
+
+REPOSITORY = Path(__file__).parents[2]
+# The command with small blocks, and a journal entry after each task.
+DRIVER = """
+import sys
+from data import blocks, prepare
+prepare._SECONDS_BETWEEN_SAVES = 0.0
+blocks.BLOCK_BYTES = 20_000
+sys.exit(prepare.main())
+"""
+
+
+def folder_content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, texts: list[str]) -> Path:
+    """A file of each way of reading."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    parts = [texts[start::5] for start in range(5)]
+    lines = "\n".join(json.dumps({"text": text}) for text in parts[0])
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    for number, text in enumerate(parts[1]):
+        (folder / f"b{number:02d}.txt").write_text(text)
+    pq.write_table(pa.table({"text": parts[2]}), folder / "c.parquet", row_group_size=7)
+    (folder / "d.json").write_text(json.dumps([{"text": text} for text in parts[3]]))
+    (folder / "e.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ["", *parts[4]]))
+    return folder
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2000)
+    monkeypatch.setattr(blocks, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(prepare, "_SECONDS_BETWEEN_SAVES", 0.0)
+
+
+def make_options(corpus: Path, tokenizer_path: Path, **changes: Any) -> prepare.Options:
+    given = {"output": corpus.parent / "out", "tokenizer": tokenizer_path, "val_fraction": 0.3, "shard_tokens": 900}
+    return prepare.Options([str(corpus)], **(given | changes))
+
+
+@contextmanager
+def interrupted_after(num_tasks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The preparation is interrupted when that many tasks have come."""
+
+    def few_tasks(*arguments: Any) -> Iterator[Any]:
+        for number, result in enumerate(map_tasks(*arguments)):
+            if number == num_tasks:
+                raise KeyboardInterrupt
+            yield result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "map_tasks", few_tasks)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_interrupted_at_every_place(corpus: Path, tokenizer_path: Path, monkeypatch, capsys) -> None:
+    whole = make_options(corpus, tokenizer_path, output=corpus.parent / "whole")
+    prepare.prepare(whole)
+    expected = folder_content(whole.output)
+    num_tasks = len(list(blocks.read_tasks(prepare._open_input(whole).sources, whole.read)))
+    assert num_tasks >= 8
+    assert sum(name.endswith(".bin") for name in expected) > 5
+    for stop in range(num_tasks):
+        options = make_options(corpus, tokenizer_path, output=corpus.parent / f"out{stop}")
+        with interrupted_after(stop, monkeypatch):
+            prepare.prepare(options)
+        assert not options.output.exists()
+        assert (corpus.parent / f"out{stop}.partial").exists() == (stop > 0)
+        with interrupted_after((num_tasks - stop) // 2, monkeypatch):
+            prepare.prepare(options)
+        capsys.readouterr()
+        prepare.prepare(options)
+        if stop > 0:
+            assert "going on after" in capsys.readouterr().out
+        assert folder_content(options.output) == expected
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("change", ["val_fraction", "input", "tokenizer"])
+def test_another_preparation_starts_afresh(
+    corpus: Path, tokenizer_path: Path, monkeypatch, capsys, change: str
+) -> None:
+    with interrupted_after(6, monkeypatch):
+        prepare.prepare(make_options(corpus, tokenizer_path))
+    changes: dict[str, Any] = {}
+    if change == "val_fraction":
+        changes["val_fraction"] = 0.1
+    elif change == "tokenizer":
+        changes |= {"tokenizer": None, "vocab_size": 400}
+    else:
+        (corpus / "b00.txt").write_text("changed")
+    capsys.readouterr()
+    options = make_options(corpus, tokenizer_path, **changes)
+    prepare.prepare(options)
+    assert "going on after" not in capsys.readouterr().out
+    again = make_options(corpus, tokenizer_path, **changes, output=corpus.parent / "again")
+    prepare.prepare(again)
+    assert folder_content(options.output) == folder_content(again.output)
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_trained_tokenizer_is_kept(corpus: Path, tokenizer_path: Path, monkeypatch) -> None:
+    options = make_options(corpus, tokenizer_path, tokenizer=None, vocab_size=400)
+    original = prepare._write_shards
+
+    def interrupted(*arguments: Any) -> Any:
+        with interrupted_after(5, monkeypatch):
+            original(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "_write_shards", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare.prepare(options)
+    monkeypatch.setattr(prepare, "_write_shards", original)
+    monkeypatch.setattr(prepare, "train_sentencepiece", None)
+    prepare.prepare(options)
+    assert options.output.exists()
+
+
+@pytest.mark.usefixtures("small_steps")
+def test_missing_piece_of_an_unfinished_preparation_is_said(corpus: Path, tokenizer_path: Path, monkeypatch) -> None:
+    options = make_options(corpus, tokenizer_path)
+    with interrupted_after(6, monkeypatch):
+        prepare.prepare(options)
+    (corpus.parent / "out.partial" / "train" / "train-00000.bin").unlink()
+    with pytest.raises(DataError, match=r"train-00000\.bin: no such file; remove .*out\.partial to begin again"):
+        prepare.prepare(options)
+
+
+def test_killed_at_random_moments(corpus: Path, tokenizer_path: Path, texts: list[str]) -> None:
+    """SIGKILL in real processes, at any moment after the first journal entry, until the command gets through."""
+    with (corpus / "e.jsonl").open("a") as file:
+        for number in range(16_000):
+            file.write("\n" + json.dumps({"text": f"{number} {texts[number % len(texts)]}"}))
+    arguments = ["--input", str(corpus), "--tokenizer", str(tokenizer_path), "--shard-tokens", "50000"]
+    command = [sys.executable, "-c", DRIVER, *arguments, "--workers", "2", "--output"]
+    whole, output = corpus.parent / "whole", corpus.parent / "out"
+    subprocess.run([*command, str(whole)], cwd=REPOSITORY, check=True, timeout=100, stdout=subprocess.DEVNULL)
+    journal = corpus.parent / "out.partial" / JOURNAL_NAME
+    moments = random.Random(0)
+    num_kills = 0
+    for _ in range(3):
+        before = journal.read_bytes() if journal.exists() else b""
+        with subprocess.Popen([*command, str(output)], cwd=REPOSITORY, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            while process.poll() is None and (not journal.exists() or journal.read_bytes() == before):
+                time.sleep(0.01)
+            time.sleep(moments.uniform(0, 0.1))
+            process.kill()
+            process.stdout.read()  # ends when the last worker has let go of it
+        num_kills += process.returncode == -signal.SIGKILL
+        assert process.returncode == -signal.SIGKILL or output.exists()
+        with pytest.raises(DataError):
+            TokenSource.open(journal.parent / "train")
+        assert not output.exists() or folder_content(output) == folder_content(whole)
+    assert num_kills >= 2
+    result = subprocess.run([*command, str(output)], cwd=REPOSITORY, check=True, timeout=100, capture_output=True)
+    assert b"going on after" in result.stdout or b"nothing to do" in result.stdout
+    assert folder_content(output) == folder_content(whole)
+    assert not journal.parent.exists()
+
+
+def test_full_disk_is_one_line_and_leaves_nothing(corpus: Path, tokenizer_path: Path) -> None:
+    """A limit of the size of files stands for the disk: what is written beyond it fails in the same place."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    (corpus / "z.txt").write_text("kalomi neru " * 100_000)
+    command = [sys.executable, "-m", "data.prepare", "--input", str(corpus), "--tokenizer", str(tokenizer_path)]
+    result = subprocess.run(
+        [*command, "--output", str(corpus.parent / "out")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        preexec_fn=limit,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"error: {corpus.parent}/out.partial: File too large")
+    assert sorted(path.name for path in corpus.parent.iterdir()) == ["corpus"]
+
+
+def test_forbidden_input_is_one_line(corpus: Path, tokenizer_path: Path, monkeypatch, capsys) -> None:
+    """What the system says to users other than root."""
+    forbidden = corpus / "b00.txt"
+    original = Path.open
+
+    def open_unless_forbidden(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path == forbidden:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_unless_forbidden)
+    arguments = ["--input", str(corpus), "--output", str(corpus.parent / "out"), "--tokenizer", str(tokenizer_path)]
+    assert prepare.main(arguments) == 2
+    assert capsys.readouterr().err == f"error: {forbidden}: Permission denied\n"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("num_saved", [0, 1, 4])
+def test_shard_is_resumed_from_what_was_saved(tmp_path: Path, num_saved: int, closed: bool) -> None:
+    documents = [np.arange(number) for number in (3, 0, 5, 2, 7)]
+    with IndexedShardWriter(tmp_path / "whole", np.dtype("<u2")) as whole:
+        for document in documents:
+            whole.add_document(document)
+    writer = IndexedShardWriter(tmp_path / "shard", np.dtype("<u2"))
+    for number, document in enumerate(documents):
+        if number == num_saved:
+            writer.save()
+        writer.add_document(document)
+    writer.close() if closed else writer.release()
+    for _ in range(2):  # killed and resumed again
+        num_tokens = sum(map(len, documents[:num_saved]))
+        writer = IndexedShardWriter.resume(tmp_path / "shard", np.dtype("<u2"), num_saved, num_tokens)
+        for document in documents[num_saved:]:
+            writer.add_document(document)
+        writer.release()
+    writer = IndexedShardWriter.resume(tmp_path / "shard", np.dtype("<u2"), num_saved, num_tokens)
+    for document in documents[num_saved:]:
+        writer.add_document(document)
+    writer.close()
+    for path in (bin_path, idx_path):
+        assert path(tmp_path / "shard").read_bytes() == path(tmp_path / "whole").read_bytes()
+    assert IndexedShard.open(tmp_path / "shard").num_documents == 5
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_shard_of_which_something_is_missing(tmp_path: Path) -> None:
+    writer = IndexedShardWriter(tmp_path / "shard", np.dtype("<u2"))
+    writer.add_document(np.arange(10))
+    writer.save()
+    writer.release()
+    for num_documents, num_tokens in ((2, 10), (1, 11)):
+        with pytest.raises(DataError, match=r"shard\.bin\.tmp: .* are not all there"):
+            IndexedShardWriter.resume(tmp_path / "shard", np.dtype("<u2"), num_documents, num_tokens)
