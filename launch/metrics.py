@@ -250,11 +250,12 @@ class Recorder:
 
     def _draw(self, step: int, attention: AttentionReport) -> None:
         """Heat maps, as often as takes at most a hundredth of the time."""
-        start = time.monotonic()
-        if self._writer is None or start < self._next_figure:
+        if self._writer is None or time.monotonic() < self._next_figure:
             return
+        figure = heat_maps(attention, step)
+        start = time.monotonic()
         try:
-            self._writer.add_figure("attention", heat_maps(attention, step), step)
+            self._writer.add_figure("attention", figure, step)
         except OSError as error:
             self._writer = None
             self._report_once(f"{self._folder.tensorboard}: step {step} could not be recorded: {error}")

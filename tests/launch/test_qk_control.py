@@ -209,7 +209,8 @@ def test_exactness(
 def test_the_policy_survives_a_stop_and_other_ranks(
     control: str, tiny_config: Path, tmp_path: Path, run_cases: Any
 ) -> None:
-    settings = [*SETTINGS, *ATTENTION["gqa"], *CONTROL[control]]
+    attention = "gqa" if control == "quack" else "mla_norm"
+    settings = [*SETTINGS, *ATTENTION[attention], *CONTROL[control]]
     whole = [*settings, "run.name=whole"]
     parts = [*settings, "run.name=parts"]
     # The stop falls into an interval of the adaptive policy, whose inputs and logits must come along.
