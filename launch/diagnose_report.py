@@ -106,7 +106,9 @@ def _distance_sections(tables: Tables, longest: int) -> list[Section]:
         axis.axhline(SIGNIFICANCE, color="black", linewidth=0.8)
 
     found = ", ".join(
-        f"L = {length}: {'none up to half of L' if size is None else f'N = {size} ({size / length:.3f} L)'}"
+        f"L = {length}: none up to N = {max(p_values[length])}"
+        if size is None
+        else f"L = {length}: N = {size} ({size / length:.3f} L)"
         for length, size in critical.items()
     )
     return [
