@@ -93,6 +93,24 @@ class TokenSource:
             start = shard_stop
             shard += 1
 
+    def document_starts(self, window: int, seq_len: int) -> np.ndarray:
+        """Where documents start, counted from the window's first token, which is left out: int64 [N], ascending.
+
+        From 1 to seq_len + 1: whether the last target ends its document is known by the token behind it. The end of the
+        source counts as a start, and a token may be listed more than once.
+        """
+        start = window * seq_len
+        shard, stop = self._shard_of(start), start + seq_len + 2
+        found = []
+        while shard < len(self.shards) and (shard_start := int(self._starts[shard])) < stop:
+            first = max(start + 1 - shard_start, 0)
+            last = min(stop - shard_start, self.shards[shard].num_tokens)
+            found.append(self.shards[shard].document_starts(first, last) + (shard_start - start))
+            shard += 1
+        if stop > self.num_tokens:
+            found.append(np.array([self.num_tokens - start]))
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
     def describe_offset(self, token_offset: int) -> str:
         """Where token `token_offset` of the source is: "FILE: token N", counted within that file."""
         shard = self._shard_of(token_offset)

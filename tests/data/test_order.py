@@ -104,7 +104,7 @@ def test_every_block_has_exact_proportions(weights: list[float], seed: int, bloc
     order = SampleOrder([100] * len(weights), weights, seed)
     samples = block * BLOCK_SAMPLES + np.arange(BLOCK_SAMPLES)
     counts = np.bincount(order.locate(samples).source, minlength=len(weights))
-    assert counts.tolist() == order.counts.tolist()
+    assert counts.tolist() == order.counts().tolist()
 
 
 @settings(max_examples=25, deadline=None)
