@@ -1,7 +1,8 @@
 """A fixed probe batch, on which attention is measured while a model trains.
 
 Everything is computed in fp32 from the model's weights, in one spare attention layer that takes the weights of each
-layer in turn: no hook, no compiled code and no cast of the training step is involved, at any ZeRO stage.
+layer in turn: no hook, no compiled code and no cast of the training step is involved, at any ZeRO stage. Each sequence
+counts as one document, also where training keeps attention inside documents (data.mask_documents).
 """
 
 from __future__ import annotations
