@@ -51,11 +51,15 @@ def document_positions(starts: Sequence[np.ndarray], seq_len: int) -> np.ndarray
         starts: of each window, tokens at which documents start, from 1 on; those from `seq_len` on are left out.
         seq_len: T.
     """
-    marks = np.zeros((len(starts), seq_len), np.int32)
     rows, columns = _flatten(starts)
     inside = columns < seq_len
-    marks[rows[inside], columns[inside]] = columns[inside]
-    return np.arange(seq_len, dtype=np.int32) - np.maximum.accumulate(marks, axis=1)
+    num_tokens = len(starts) * seq_len
+    # All rows laid end to end; each begins a document too.
+    firsts = np.concatenate((rows[inside] * seq_len + columns[inside], np.arange(0, num_tokens + 1, seq_len)))
+    firsts.sort()
+    positions = np.arange(num_tokens, dtype=np.int32)
+    positions -= np.repeat(firsts[:-1].astype(np.int32), np.diff(firsts))
+    return positions.reshape(-1, seq_len)
 
 
 def drop_targets(targets: np.ndarray, starts: Sequence[np.ndarray], packing: Packing) -> int:
