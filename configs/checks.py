@@ -164,7 +164,12 @@ def _control_problems(config: Config) -> Iterator[Problem]:
     if control.clip_threshold is not None and config.model.attention.qk_norm:
         yield Problem(
             ("qk_control.clip_threshold", "model.attention.qk_norm"),
-            "shrinks weights whose size model.attention.qk_norm takes away again; set only one of them",
+            f"{control.clip_threshold:g} shrinks weights, whose size model.attention.qk_norm takes away; set only one",
+        )
+    if control.max_ratio is not None and control.policy != "quack":
+        yield Problem(
+            ("qk_control.max_ratio", "qk_control.policy"),
+            f"{control.max_ratio} caps the ratios of qk_control.policy=quack; set that, or leave this out",
         )
     if control.policy == "adaptive" and not control.adaptive.min_alpha <= control.alpha <= 1:
         yield Problem(

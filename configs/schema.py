@@ -231,7 +231,10 @@ class TrainConfig(Section):
     steps: int = Field(ge=1, description="horizon of the schedule, in optimizer steps")
     stop_step: int | None = Field(None, ge=1, description="stop after this step; the schedule's horizon is unchanged")
     max_seconds: float | None = Field(
-        None, gt=0, description="stop with a checkpoint (exit code 75) when the process is this old"
+        None,
+        gt=0,
+        description="stop with a checkpoint (exit code 75) when the process, or the launcher or launch.run that started"
+        " it, is this old",
     )
     global_batch_tokens: int = Field(ge=1, description="tokens of one optimizer step over all ranks")
     micro_batch_size: int = Field(1, ge=1, description="sequences a rank runs at once; accumulation is derived")

@@ -19,7 +19,7 @@ import psutil
 from launch.errors import EXIT_DONE, EXIT_STOPPED, RunError
 from launch.lifeline import RANKS_FOLDER, SUPERVISOR, RankOutcome, is_alive, read_announcements, read_outcomes
 from launch.stop import LOST_SECONDS
-from launch.topology import free_port
+from launch.topology import free_port, threads_per_rank
 
 LAUNCHERS = ("deepspeed", "torchrun", "python")
 POLL_SECONDS = 0.1
@@ -129,13 +129,13 @@ class Attempt:
     def kill(self) -> None:
         """Kills whatever of this attempt still runs (a stopped process too), and waits until it is gone."""
         end = time.monotonic() + KILL_SECONDS
+        self._launcher.kill()
         while (left := self.processes()) and time.monotonic() < end:
             for process in left:
                 try:
                     process.kill()
                 except psutil.NoSuchProcess:
                     continue
-            self._launcher.poll()
             psutil.wait_procs(left, timeout=1)
         if left:
             self._say(f"process {', '.join(str(process.pid) for process in left)} cannot be killed")
@@ -175,8 +175,8 @@ class Attempt:
         return "the ranks ended without the completion marker"
 
     def _environment(self) -> dict[str, str]:
-        threads = str(max(1, (os.cpu_count() or 1) // self._launch.num_ranks))
-        environment = {"OMP_NUM_THREADS": threads, **os.environ}
+        # The same for every launcher; torchrun would take 1.
+        environment = {"OMP_NUM_THREADS": str(threads_per_rank({}, self._launch.num_ranks)), **os.environ}
         if count_gpus() == 0:
             environment.setdefault("DS_ACCELERATOR", "cpu")
         return {**environment, SUPERVISOR: str(os.getpid()), RANKS_FOLDER: str(self._folder)}

@@ -253,8 +253,12 @@ def restore(engine: Engine, checkpoint: Path, weights_only: bool = False) -> Non
     on_all_ranks(lambda: _read_shards(engine, checkpoint, weights_only))
     engine.publish_masters()
     if not weights_only:
-        with CheckpointReader(checkpoint) as reader:
-            engine.load_policy(reader.state.policy_state, reader.read_rank_tensors(0, _POLICY))
+        engine.load_policy(*on_all_ranks(lambda: _read_policy(checkpoint)))
+
+
+def _read_policy(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with CheckpointReader(checkpoint) as reader:
+        return reader.state.policy_state, reader.read_rank_tensors(0, _POLICY)
 
 
 def _read_shards(engine: Engine, checkpoint: Path, weights_only: bool) -> None:

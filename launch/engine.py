@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 
 from configs.errors import ConfigError
@@ -37,7 +37,8 @@ from launch.monitor import AttentionMonitor, AttentionReport
 from launch.muon import MuonWithAdamW
 from launch.optimizer import build_optimizer, muon_blocks, optimizer_groups
 from launch.probe import DriftProbe, Probe
-from launch.qk_control import AdaptiveRule, Clipper, QuackRule, QueryKeyControl, Rule
+from launch.qk_control import Clipper, QueryKeyControl
+from launch.qk_rules import AdaptiveRule, QuackRule, Rule
 from launch.shards import Shard, local_flats, local_shards, publish_masters
 from launch.timing import Stopwatch
 from launch.topology import Topology, threads_per_rank
@@ -407,6 +408,8 @@ class Engine:
             self._engine.step()
         if self._engine.was_step_applied() and self._used_rates != rates:
             raise RunError(f"the optimizer used the learning rates {self._used_rates}, but {rates} were set")
+        if self._control and self._engine.was_step_applied():
+            self._control.check_applied()
         host_values = [
             batch.num_targets,
             -1.0,
@@ -495,11 +498,13 @@ class Engine:
         weights = HeadWeights(collect_layouts(self.module, heads, numel), self.shards(), self.device, self._replicated)
         rule: Rule | None = None
         if settings.policy == "quack":
-            rule = QuackRule(weights, model.attention.qk_norm, settings.max_ratio)
+            kv_latent_dim = model.attention.mla.kv_latent_dim
+            rule = QuackRule(weights, model.attention.qk_norm, settings.max_ratio, kv_latent_dim)
         elif settings.policy == "adaptive":
             assert probe is not None, "the caller gives the probe batch"
+            drift_probe, steps = DriftProbe(probe), self._config.train.steps
             warmup_steps = self._config.optim.warmup_steps
-            rule = AdaptiveRule(weights, DriftProbe(probe), settings.adaptive, settings.alpha, warmup_steps)
+            rule = AdaptiveRule(weights, drift_probe, settings.adaptive, settings.alpha, warmup_steps, steps)
         clipper = None
         if settings.clip_threshold is not None:
             maxima = attach_logit_maxima(self.module, settings.clip_threshold, self.device)
@@ -508,23 +513,12 @@ class Engine:
         return QueryKeyControl(weights, rule, clipper)
 
     def _build_probe(self, tokens_BT: Tensor) -> Probe:
-        return Probe(self.module, tokens_BT, self._config.monitor.probe_queries, self.device, self._whole)
+        queries = self._config.monitor.probe_queries
+        return Probe(self.module, tokens_BT, queries, self.device, self.shards(), self._replicated)
 
     def _build_monitor(self, probe: Probe) -> AttentionMonitor | None:
         every_steps = self._config.monitor.every_steps
-        if every_steps is None:
-            return None
-        is_needed = self._topology.is_main or self._config.deepspeed.zero_stage == 3
-        return AttentionMonitor(probe, every_steps, is_needed)
-
-    def _whole(self, parameters: Iterable[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
-        """A context in which (sharded) parameters are whole. Collective at ZeRO stage 3."""
-        if self._config.deepspeed.zero_stage < 3:
-            return contextlib.nullcontext()
-        gathered: contextlib.AbstractContextManager[None] = import_deepspeed(self.device).zero.GatheredParameters(
-            list(parameters)
-        )
-        return gathered
+        return None if every_steps is None else AttentionMonitor(probe, every_steps, self._topology.is_main)
 
     def _gather(
         self, loss_sum: Tensor, z_sum: Tensor, host_values: list[Any], attention: AttentionReport | None

@@ -45,6 +45,11 @@ class HeadWeights:
     def num_layers(self) -> int:
         return len(next(iter(self.layouts.values())).names)
 
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of matrices on this rank."""
+        return sum(map(len, self._pieces_of.values()))
+
     def norms(self) -> dict[Kind, Tensor]:
         """Norm of every head, (L, heads) in fp64, the same on all ranks: one all-reduce. Collective."""
         squares, tables = self.empty_tables()
@@ -78,11 +83,14 @@ class HeadWeights:
         for flat in flats:
             self._old.pop(id(flat), None)
 
-    def scale_steps(self, flats: Sequence[Tensor], ratios: HeadTable) -> None:
-        """Scales what has changed since `keep`."""
+    def scale_steps(self, flats: Sequence[Tensor], ratios: HeadTable) -> int:
+        """Scales what has changed since `keep`; returns the number of pieces."""
+        num_pieces = 0
         for flat, shard, kind, layer in self._kept_pieces(flats):
             old, ratio_H = shard.view(self._old[id(flat)]), ratios[kind][layer].to(torch.float32)
             scale_step(shard.master, old, shard.start, self.layouts[kind].numel, ratio_H)
+            num_pieces += 1
+        return num_pieces
 
     def add_squared_changes(self, flats: Sequence[Tensor], tables: HeadTable) -> None:
         """Adds the squared norm of what has changed since `keep` to `tables`."""

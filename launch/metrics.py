@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -24,7 +25,6 @@ from launch.attention_record import CHARTS, attention_record, attention_scalars,
 from launch.attention_watch import AttentionWatch
 from launch.engine import StepReport
 from launch.monitor import AttentionReport
-from launch.qk_control import clip_record
 from launch.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,8 @@ def _control_record(report: StepReport) -> dict[str, Any]:
     if "ratios" in report.qk_statistics:
         record["qk_ratio"] = _ratio_record(report.qk_statistics["ratios"])
     if "clip" in report.qk_statistics:
-        record["qk_clip"] = clip_record(report.qk_statistics["clip"])
+        heads, max_logit = report.qk_statistics["clip"]
+        record["qk_clip"] = {"heads": int(heads), "max_logit": max_logit if math.isfinite(max_logit) else None}
     return record
 
 
@@ -250,11 +251,12 @@ class Recorder:
 
     def _draw(self, step: int, attention: AttentionReport) -> None:
         """Heat maps, as often as takes at most a hundredth of the time."""
-        start = time.monotonic()
-        if self._writer is None or start < self._next_figure:
+        if self._writer is None or time.monotonic() < self._next_figure:
             return
+        figure = heat_maps(attention, step)
+        start = time.monotonic()
         try:
-            self._writer.add_figure("attention", heat_maps(attention, step), step)
+            self._writer.add_figure("attention", figure, step)
         except OSError as error:
             self._writer = None
             self._report_once(f"{self._folder.tensorboard}: step {step} could not be recorded: {error}")

@@ -35,13 +35,13 @@ class AttentionMonitor:
     """Measures before and after a step.
 
     Args:
-        is_needed: whether this rank computes: the one that records does, and all do where weights are sharded.
+        records: whether this rank keeps the measurement; the others only lend their pieces of the weights.
     """
 
-    def __init__(self, probe: Probe, every_steps: int, is_needed: bool) -> None:
+    def __init__(self, probe: Probe, every_steps: int, records: bool) -> None:
         self._probe = probe
         self._every_steps = every_steps
-        self._is_needed = is_needed
+        self._records = records
         self._before: list[Tensor] = []
 
     def is_due(self, step: int) -> bool:
@@ -50,18 +50,21 @@ class AttentionMonitor:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Collective at ZeRO stage 3, as is `after_step`."""
-        if self._is_needed:
-            self._before = [self._probe.logits(x_BTD).cpu() for x_BTD in self._probe.layers()]
+        """Collective."""
+        layers = self._probe.layers()
+        self._before = [self._probe.logits(x_BTD).cpu() if self._records else x_BTD.new_empty(0) for x_BTD in layers]
 
     @torch.no_grad()
     def after_step(self, meter: UpdateMeter) -> AttentionReport | None:
-        """The measurement; None on ranks that do not compute. Collective."""
+        """The measurement; None on ranks that do not record. Collective."""
         sizes = meter.read()
-        if not self._is_needed:
-            return None
-        layers = [self._layer_statistics(layer, x_BTD) for layer, x_BTD in enumerate(self._probe.layers())]
+        layers = [
+            self._layer_statistics(layer, x_BTD) if self._records else {}
+            for layer, x_BTD in enumerate(self._probe.layers())
+        ]
         self._before = []
+        if not self._records:
+            return None
         return AttentionReport(
             heads={name: [layer[name] for layer in layers] for name in layers[0]},
             norms={kind.value: norms for kind, (norms, _) in sizes.items()},

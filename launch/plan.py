@@ -20,7 +20,7 @@ from model.attention.mla import latent_sizes
 from model.cross_entropy import MAX_CHUNK_BYTES
 from model.flops import flops_per_token
 from model.gpt import GPT
-from model.initialisation import describe_init
+from model.initialisation import InitRow, describe_init
 from model.parameters import Kind, collect_specs
 
 ASSUMED_VOCAB_SIZE = 32_768
@@ -156,10 +156,13 @@ def _parameter_lines(model: GPT, config: Config) -> list[str]:
 
 def _init_lines(model: GPT) -> list[str]:
     rows = [
-        (row.pattern, "x".join(map(str, row.shape)), row.count, f"{row.value:g}" if row.std is None else f"{row.std:.5f}")
-        for row in describe_init(model)
+        (row.pattern, "x".join(map(str, row.shape)), row.count, _initial_values(row)) for row in describe_init(model)
     ]
-    return _table(("parameter", "shape", "count", "standard deviation"), rows)
+    return _table(("parameter", "shape", "count", "initial values"), rows)
+
+
+def _initial_values(row: InitRow) -> str:
+    return f"{row.value:g}" if row.std is None else f"normal, std {row.std:.5f}"
 
 
 def _group_lines(model: GPT, config: Config) -> list[str]:

@@ -1,28 +1,24 @@
 """A fixed probe batch, on which attention is measured while a model trains.
 
-Everything is computed in fp32 from the model's weights, in one spare attention layer that takes the weights of each
-layer in turn: no hook, no compiled code and no cast of the training step is involved, at any ZeRO stage. Each sequence
-counts as one document, also where training keeps attention inside documents (data.mask_documents).
+Queries, keys and values are computed in fp32, in one spare attention layer that takes the fp32 masters of each layer in
+turn: no hook, no compiled code and no cast of the training step is involved, at any ZeRO stage. (A step can be smaller
+than the rounding of the bf16 weights, so those would not show it.) Only what goes into the layers is the model's own.
+Each sequence counts as one document, also where training keeps attention inside documents (data.mask_documents).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from launch.shards import Shard
 from model.attention import ATTENTION
 from model.gpt import GPT
 from model.stability.drift import rms_change, sampled_logits, sampled_positions
-
-if TYPE_CHECKING:
-    from model.block import Block
-
-Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]]
 
 
 class Probe:
@@ -33,28 +29,39 @@ class Probe:
         tokens_BT: the probe batch, the same on all ranks.
         num_queries: sampled query positions of every sequence.
         device: where the model computes.
-        gather: makes parameters whole within its context (ZeRO stage 3).
+        shards: this rank's pieces of all parameters.
+        is_replicated: whether every rank holds whole weights (ZeRO stage 0).
 
     Attributes:
         positions_Q: the sampled positions.
         layer: the spare attention layer, in fp32.
     """
 
-    def __init__(self, model: GPT, tokens_BT: Tensor, num_queries: int, device: torch.device, gather: Gather) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        tokens_BT: Tensor,
+        num_queries: int,
+        device: torch.device,
+        shards: Sequence[Shard],
+        is_replicated: bool,
+    ) -> None:
         self.tokens_BT = tokens_BT
         self.positions_Q = sampled_positions(tokens_BT.shape[1], num_queries).to(device)
         self.device = device
         self.layer = cast(Any, ATTENTION[model.config.attention.kind](model.config))
         self.layer.to(device=device, dtype=torch.float32).requires_grad_(False)
         self._model = model
-        self._gather = gather
+        self._is_replicated = is_replicated
+        self._shards = {shard.name: shard for shard in shards}
+        self._full_names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def layers(self) -> Iterator[Tensor]:
-        """Each layer's attention inputs (B, T, D), while `layer` holds that layer's weights. Collective at stage 3."""
+        """Each layer's attention inputs (B, T, D), while `layer` holds that layer's masters. Collective."""
         was_training = self._model.training
         self._model.eval()
         for index, x_BTD in enumerate(self._model.attention_inputs(self.tokens_BT.to(self.device))):
-            self._take_weights(cast("Block", self._model.blocks[index]).attention)
+            self._take_weights(cast(Any, self._model.blocks[index]).attention)
             yield x_BTD
         self._model.train(was_training)
 
@@ -69,11 +76,19 @@ class Probe:
         q_BHTK, k_BGTK, _ = self.project(x_BTD)
         return sampled_logits(q_BHTK, k_BGTK, self.positions_Q)
 
-    def _take_weights(self, attention: Any) -> None:
-        parameters = dict(attention.named_parameters())
-        with self._gather(parameters.values()):
-            for name, own in self.layer.named_parameters():
-                own.copy_(parameters[name])
+    def _take_weights(self, attention: nn.Module) -> None:
+        """Fills `layer` from all ranks' pieces: one all-reduce."""
+        own = dict(self.layer.named_parameters())
+        whole = torch.zeros(sum(parameter.numel() for parameter in own.values()), device=self.device)
+        parts = dict(zip(own, whole.split([parameter.numel() for parameter in own.values()]), strict=True))
+        for name, parameter in attention.named_parameters():
+            shard = self._shards.get(self._full_names[id(parameter)])
+            if shard is not None:
+                parts[name][shard.start : shard.stop] = shard.master
+        if not self._is_replicated:
+            dist.all_reduce(whole)
+        for name, parameter in own.items():
+            parameter.copy_(parts[name].view_as(parameter))
 
 
 class DriftProbe:
@@ -85,8 +100,11 @@ class DriftProbe:
         self._logits: list[Tensor] = []
 
     @torch.no_grad()
-    def measure(self) -> tuple[list[float], list[float]] | None:
+    def measure(self, clipping_LH: Tensor | None = None) -> tuple[list[float], list[float]] | None:
         """Compares with the last measurement and takes its place. Collective.
+
+        Args:
+            clipping_LH: what clipping did to the logits since then, which is no drift; None: nothing.
 
         Returns:
             RMS change of each layer's logits: with the inputs of the last measurement, which is what the query/key
@@ -97,6 +115,8 @@ class DriftProbe:
             now = probe.logits(x_BTD)
             if self._inputs:
                 old = self._logits[layer].to(probe.device)
+                if clipping_LH is not None:
+                    old = old * clipping_LH[layer][:, None, None]
                 own = probe.logits(self._inputs[layer].to(probe.device))
                 changes.append(torch.stack([rms_change(new, old, probe.positions_Q) for new in (own, now)]))
             inputs.append(x_BTD.cpu())
@@ -116,9 +136,11 @@ class DriftProbe:
             tensors |= {"inputs": torch.stack(self._inputs), "logits": torch.stack(self._logits)}
         return tensors
 
-    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes those of a checkpoint; measurements of another number of queries are left out."""
-        if "inputs" not in tensors or tensors["logits"].shape[-2] != len(self._probe.positions_Q):
-            return
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Takes those of a checkpoint; returns False, and takes nothing, when they are of another probe batch."""
+        shape = (len(self._probe.positions_Q), *self._probe.tokens_BT.shape)
+        if "inputs" not in tensors or (tensors["logits"].shape[-2], *tensors["tokens"].shape) != shape:
+            return False
         self._probe.tokens_BT = tensors["tokens"]
         self._inputs, self._logits = list(tensors["inputs"]), list(tensors["logits"])
+        return True

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,11 +20,13 @@ from configs.schema import Config
 from data.files import write_file
 from launch.checkpoint_files import CONFIG, list_checkpoints
 from launch.errors import RunError
+from launch.observe import done_step
 
 # A resumed run must have the same model and the same order of the same data; all else may change, and the configuration
 # wins. A source may move to another path: its content is compared with the checkpoint's fingerprint.
 _FIXED_KEYS = ("model.", "run.seed", "data.seq_len", "data.sources")
 _UNIMPORTANT_KEYS = ("run.resume", "run.name", "run.dir")
+_RANK_FILE = re.compile(r"^(rank_\d+\.log|stacks_rank_\d+\.txt)$")
 _OWN_NAMES = frozenset(
     {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "profile", "DONE", "lock", "log.txt"}
 )
@@ -183,10 +186,7 @@ def begin_run(folder: RunFolder, config: Config) -> list[str]:
 
 def finished_step(folder: RunFolder) -> int | None:
     """The last step that the completion marker names; None when there is no (readable) marker."""
-    try:
-        return int(json.loads(folder.done.read_text(encoding="utf-8"))["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return done_step(folder.path)
 
 
 def mark_done(folder: RunFolder, step: int, loss: float) -> None:
@@ -195,7 +195,7 @@ def mark_done(folder: RunFolder, step: int, loss: float) -> None:
 
 
 def _is_own(name: str) -> bool:
-    return name in _OWN_NAMES or (name.startswith("rank_") and name.endswith(".log")) or name.endswith(".tmp")
+    return name in _OWN_NAMES or name.endswith(".tmp") or _RANK_FILE.match(name) is not None
 
 
 def _without_source_paths(tree: dict[str, Any]) -> dict[str, Any]:

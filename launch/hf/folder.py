@@ -49,6 +49,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out}: exists and is not an empty folder; choose another one")
     partial = out.with_name(out.name + _PARTIAL_SUFFIX)
+    new_parents = [parent for parent in partial.parents if not parent.exists()]
     try:
         partial.mkdir(parents=True)
     except FileExistsError:
@@ -60,6 +61,9 @@ def new_folder(out: Path) -> Iterator[Path]:
         partial.rename(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
         raise
 
 

@@ -63,16 +63,13 @@ def distance_bound(weights_BHQT: Tensor, values_BHTV: Tensor, positions_Q: Tenso
 
     d <= (1 - ᾱ) d₁ + max_I ‖x_j‖ [ᾱ (L - N) - (1 - ᾱ)],      ᾱ = Σ_I α_i,  d₁ = max ‖x_i - x_j‖, i outside, j in I
     """
-    T = weights_BHQT.shape[-1]
     size = chosen_BHQT.sum(dim=-1)
-    is_outside = visible(positions_Q, T) & ~chosen_BHQT
+    is_outside = visible(positions_Q, weights_BHQT.shape[-1]) & ~chosen_BHQT
     mass = (weights_BHQT * chosen_BHQT).sum(dim=-1)
-    largest = values_BHTV.norm(dim=-1).unsqueeze(2).masked_fill(~chosen_BHQT, 0.0).amax(dim=-1)
-    farthest = torch.zeros_like(mass)
-    between_BHTT = torch.cdist(values_BHTV, values_BHTV)
-    for query in range(len(positions_Q)):
-        pairs = is_outside[:, :, query, :, None] & chosen_BHQT[:, :, query, None, :]
-        farthest[:, :, query] = between_BHTT.masked_fill(~pairs, 0.0).amax(dim=(2, 3))
+    members_BHQNV = _members(values_BHTV, chosen_BHQT)
+    largest = members_BHQNV.norm(dim=-1).amax(dim=-1)
+    distances_BHQTN = torch.cdist(values_BHTV.unsqueeze(2), members_BHQNV)
+    farthest = distances_BHQTN.masked_fill(~is_outside.unsqueeze(-1), 0.0).amax(dim=(3, 4))
     num_outside = positions_Q + 1 - size
     return (1 - mass) * farthest + largest * (mass * num_outside - (1 - mass))
 
@@ -116,7 +113,7 @@ def separability(weights_BHQT: Tensor, values_BHTV: Tensor, positions_Q: Tensor,
     is_outside = visible(positions_Q, weights_BHQT.shape[-1]) & ~chosen_BHQT
     radius_BHQ1 = squares.masked_fill(~is_outside, torch.inf).amin(dim=-1, keepdim=True).sqrt()
     is_separable = (squares < radius_BHQ1.square()) & chosen_BHQT
-    closest_BHQ1 = _closest_pairs(units_BHTV, chosen_BHQT)[..., None]
+    closest_BHQ1 = _closest_pairs(_members(units_BHTV, chosen_BHQT))[..., None]
     others = chosen_weights.sum(dim=-1, keepdim=True) - weights_BHQT
     other_squares = chosen_weights.square().sum(dim=-1, keepdim=True) - weights_BHQT.square()
     xi = (other_squares + (1 - closest_BHQ1.square() / 2) * (others.square() - other_squares)).clamp_min(0).sqrt()
@@ -128,12 +125,21 @@ def separability(weights_BHQT: Tensor, values_BHTV: Tensor, positions_Q: Tensor,
     )
 
 
-def _closest_pairs(units_BHTV: Tensor, chosen_BHQT: Tensor) -> Tensor:
-    """Smallest distance between two different tokens of every set (B, H, Q); 0 for sets of one."""
-    between_BHTT = torch.cdist(units_BHTV, units_BHTV, compute_mode="donot_use_mm_for_euclid_dist")
-    is_same = torch.eye(units_BHTV.shape[2], dtype=torch.bool, device=units_BHTV.device)
-    closest = torch.empty(chosen_BHQT.shape[:3], dtype=units_BHTV.dtype, device=units_BHTV.device)
-    for query in range(chosen_BHQT.shape[2]):
-        pairs = chosen_BHQT[:, :, query, :, None] & chosen_BHQT[:, :, query, None, :] & ~is_same
-        closest[:, :, query] = between_BHTT.masked_fill(~pairs, torch.inf).amin(dim=(2, 3))
-    return closest.nan_to_num(posinf=0.0)
+def _members(values_BHTV: Tensor, chosen_BHQT: Tensor) -> Tensor:
+    """The values of every query's set (B, H, Q, N, V); all sets have the same size."""
+    size = int(chosen_BHQT[0, 0, 0].sum())
+    index_BHQN = chosen_BHQT.to(torch.uint8).topk(size, dim=-1).indices
+    return torch.stack(
+        [
+            values_BHTV.gather(2, index_BHQN[:, :, query, :, None].expand(-1, -1, -1, values_BHTV.shape[-1]))
+            for query in range(index_BHQN.shape[2])
+        ],
+        dim=2,
+    )
+
+
+def _closest_pairs(members_BHQNV: Tensor) -> Tensor:
+    """Smallest distance between two different members of every set (B, H, Q); 0 for sets of one."""
+    between_BHQNN = torch.cdist(members_BHQNV, members_BHQNV, compute_mode="donot_use_mm_for_euclid_dist")
+    is_same = torch.eye(members_BHQNV.shape[3], dtype=torch.bool, device=members_BHQNV.device)
+    return between_BHQNN.masked_fill(is_same, torch.inf).amin(dim=(3, 4)).nan_to_num(posinf=0.0)

@@ -14,6 +14,7 @@ Shapes: B batch, T time, H query heads, G key heads, K query/key width, L layers
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -139,3 +140,10 @@ def clip_factors(max_LH: Tensor, threshold: float, num_key_heads: int | None) ->
     num_queries_per_key = max_LH.shape[1] // num_key_heads
     key_LG = gamma_LH.unflatten(1, (num_key_heads, num_queries_per_key)).amin(dim=-1).sqrt()
     return {Kind.QUERY: key_LG.repeat_interleave(num_queries_per_key, dim=1), Kind.KEY: key_LG}
+
+
+def logit_factor(factors: Mapping[Kind, Tensor]) -> Tensor:
+    """What `clip_factors` do to the logits of each query head (L, H)."""
+    if Kind.QUERY_ROPE in factors:
+        return factors[Kind.QUERY_ROPE]
+    return factors[Kind.QUERY].square()

@@ -13,8 +13,15 @@ Not in the paper, and derived here from the same first-order change ΔL = [Q (Δ
 * RMSNorm on a latent: the latent c = γ ⊙ (W x) / RMS(W x) has the size of γ whatever the size of W. So ‖γ‖ stands for
   the norm of W wherever another matrix' step is multiplied with that latent; and a step ΔW turns the latent by
   ‖ΔW‖ / ‖W‖, which is worth ‖γ‖ ‖ΔW‖ / ‖W‖, so W's own factor gains ‖W‖ / ‖γ‖.
-* Query/key norms: a head does not depend on the size of its own weights, and a step counts relative to it:
-  factor(W) = ‖W‖ for every matrix. (For W_dkv of MLA this is an approximation: it sets only a part of the key.)
+* Query/key norms divide the logits by the sizes of both heads, so a factor is multiplied with those. For MHA and GQA
+  that leaves factor(W) = ‖W‖. In MLA the norm spans both parts of a head, and the key's second part W_kr x is shared:
+
+      size of a query head   n_q = sqrt(‖W_uq‖² + ‖W_qr‖²), times that of the query latent, which cancels
+      size of a key head     n_k = sqrt(‖W_uk‖² s² / C + ‖W_kr‖²)
+
+  where s is the size of the key/value latent (‖W_dkv‖, or ‖γ‖ with its norm) and C its width: a product W x has the
+  size ‖W‖ ‖x‖ / sqrt(inputs), and x, which has passed an RMSNorm, ‖x‖ = sqrt(inputs). W_dq turns all query heads, whose
+  size it sets, so factor(W_dq) = ‖W_dq‖.
 
 Shapes: L layers, H query heads, G key heads, 1 for matrices that are not split by head. Norms are Frobenius norms.
 """
@@ -29,9 +36,16 @@ from torch import Tensor
 from model.parameters import Kind
 
 Norms = Mapping[Kind, Tensor]
+LATENT_GAINS = frozenset({Kind.QUERY_LATENT_GAIN, Kind.KV_LATENT_GAIN})
 
 
-def quack_ratios(norms: Norms, initial: Norms, has_qk_norm: bool, max_ratio: float | None = None) -> dict[Kind, Tensor]:
+def quack_ratios(
+    norms: Norms,
+    initial: Norms,
+    has_qk_norm: bool,
+    max_ratio: float | None = None,
+    kv_latent_dim: int | None = None,
+) -> dict[Kind, Tensor]:
     """The ratio of every head of every query/key matrix.
 
     Args:
@@ -39,27 +53,26 @@ def quack_ratios(norms: Norms, initial: Norms, has_qk_norm: bool, max_ratio: flo
         initial: the same at the start of the run.
         has_qk_norm: whether queries and keys are normalised.
         max_ratio: a cap; the paper has none.
+        kv_latent_dim: C, for latent attention with query/key norms.
 
     Returns:
         kind -> (L, heads) for every matrix; exactly 1 where the norms are the initial ones.
     """
-    now, start = factors(norms, has_qk_norm), factors(initial, has_qk_norm)
+    now, start = (factors(table, has_qk_norm, kv_latent_dim) for table in (norms, initial))
     ratios = {kind: now[kind] / start[kind] for kind in now}
     if max_ratio is not None:
         ratios = {kind: ratio.clamp(max=max_ratio) for kind, ratio in ratios.items()}
     return ratios
 
 
-def factors(norms: Norms, has_qk_norm: bool) -> dict[Kind, Tensor]:
+def factors(norms: Norms, has_qk_norm: bool, kv_latent_dim: int | None = None) -> dict[Kind, Tensor]:
     """The factors whose quotients are the ratios; see the module's text."""
-    if has_qk_norm:
-        return {kind: norm for kind, norm in norms.items() if kind not in LATENT_GAINS}
     if Kind.QUERY in norms:
-        return _mha_factors(norms[Kind.QUERY], norms[Kind.KEY])
+        return dict(norms) if has_qk_norm else _mha_factors(norms[Kind.QUERY], norms[Kind.KEY])
+    if has_qk_norm:
+        assert kv_latent_dim is not None, "latent attention has a latent width"
+        return _normalised_mla_factors(norms, kv_latent_dim)
     return _mla_factors(norms)
-
-
-LATENT_GAINS = frozenset({Kind.QUERY_LATENT_GAIN, Kind.KV_LATENT_GAIN})
 
 
 def _mha_factors(query_LH: Tensor, key_LG: Tensor) -> dict[Kind, Tensor]:
@@ -89,4 +102,23 @@ def _mla_factors(norms: Norms) -> dict[Kind, Tensor]:
     if Kind.QUERY_DOWN in norms:
         smallest_L1 = torch.minimum(1 / (largest_nope_L1 * kv_latent_L1), 1 / (largest_rope_L1 * key_rope_L1))
         result[Kind.QUERY_DOWN] = (query_down_L1 / query_latent_L1) * smallest_L1
+    return result
+
+
+def _normalised_mla_factors(norms: Norms, kv_latent_dim: int) -> dict[Kind, Tensor]:
+    key_up_LH, key_rope_L1, kv_down_L1 = norms[Kind.KEY_UP], norms[Kind.KEY_ROPE], norms[Kind.KV_DOWN]
+    latent_L1 = norms.get(Kind.KV_LATENT_GAIN, kv_down_L1)
+    query_LH = (norms[Kind.QUERY_UP].square() + norms[Kind.QUERY_ROPE].square()).sqrt()
+    key_LH = ((key_up_LH * latent_L1).square() / kv_latent_dim + key_rope_L1.square()).sqrt()
+    sizes_LH = query_LH * key_LH
+    result = {
+        Kind.QUERY_UP: sizes_LH / (key_up_LH * latent_L1),
+        Kind.QUERY_ROPE: sizes_LH / key_rope_L1,
+        Kind.KEY_UP: sizes_LH / (norms[Kind.QUERY_UP] * latent_L1),
+        Kind.KEY_ROPE: 1 / (norms[Kind.QUERY_ROPE] / sizes_LH).amax(dim=-1, keepdim=True),
+        Kind.KV_DOWN: (kv_down_L1 / latent_L1)
+        / (norms[Kind.QUERY_UP] * key_up_LH / sizes_LH).amax(dim=-1, keepdim=True),
+    }
+    if Kind.QUERY_DOWN in norms:
+        result[Kind.QUERY_DOWN] = norms[Kind.QUERY_DOWN]
     return result

@@ -82,6 +82,20 @@ def mla_factors(weights: Weights, layer: int, config: Config) -> dict[str, list[
         own_q, own_kv = dq / norm("query_latent_norm"), dkv / norm("kv_latent_norm")
         dq, dkv = norm("query_latent_norm"), norm("kv_latent_norm")
     pairs = [a * b for a, b in zip(uq, uk, strict=True)]
+    if config.model.attention.qk_norm:
+        # The logits are divided by the sizes of whole heads; a product's size is ‖W‖ ‖x‖ / sqrt(inputs).
+        width = config.model.attention.mla.kv_latent_dim
+        q_size = [math.hypot(a, b) for a, b in zip(uq, qr, strict=True)]
+        k_size = [math.hypot(a * dkv / math.sqrt(width), kr) for a in uk]
+        size = [a * b for a, b in zip(q_size, k_size, strict=True)]
+        factors = {
+            "query_up": [n / (key * dkv) for n, key in zip(size, uk, strict=True)],
+            "key_up": [n / (query * dkv) for n, query in zip(size, uq, strict=True)],
+            "query_rope": [n / kr for n in size],
+            "kv_down": [own_kv / max(pair / n for pair, n in zip(pairs, size, strict=True))],
+            "key_rope": [1 / max(a / n for a, n in zip(qr, size, strict=True))],
+        }
+        return factors | ({"query_down": [norm("query_down")]} if has_query_latent else {})
     factors = {
         "query_up": [1 / (dq * key * dkv) for key in uk],
         "key_up": [1 / (query * dq * dkv) for query in uq],
@@ -139,6 +153,7 @@ class Controller:
         self._tokens_BT = tokens_BT
         self._old: tuple[list[Tensor], list[Any]] | None = None
         self._progress = 0.0
+        self._clipped = torch.ones(config.model.num_layers, config.model.num_heads, dtype=torch.float64)
         self.alphas = [config.qk_control.alpha] * config.model.num_layers
 
     def next_alphas(self, model: GPT, step: int) -> list[float]:
@@ -148,17 +163,23 @@ class Controller:
             layers = [copy.deepcopy(block.attention).float() for block in model.blocks]
             if self._old is not None:
                 for layer, (x, old) in enumerate(zip(*self._old, strict=True)):
-                    drift = self._drift(x.float(), layers[layer], old) / self._progress
+                    drift = self._drift(x.float(), layers[layer], old, self._clipped[layer]) / self._progress
                     factor = (settings.target / drift) ** settings.exponent
                     self.alphas[layer] = min(max(self.alphas[layer] * factor, settings.min_alpha), 1.0)
             self._old, self._progress = (attention_inputs(model, self._tokens_BT), layers), 0.0
+            self._clipped.fill_(1.0)
         optim = self._config.optim
         self._progress += learning_rate(step, self._config.train.steps, optim) / optim.lr
         return list(self.alphas)
 
-    def _drift(self, x: Tensor, now: Any, old: Any) -> float:
+    def note_clipping(self, factors: list[list[float]]) -> None:
+        """What clipping did to each head's logits: that is no drift."""
+        self._clipped *= torch.tensor(factors, dtype=torch.float64)
+
+    def _drift(self, x: Tensor, now: Any, old: Any, clipped_H: Tensor) -> float:
         """RMS over heads, visible keys, and the queries at evenly spaced positions up to the last."""
         new_logits, old_logits = (causal_logits(layer, x, self._config) for layer in (now, old))
+        old_logits = old_logits * clipped_H[:, None, None]
         num_queries = self._config.monitor.probe_queries
         squares = []
         for query in [round(i * (SEQ_LEN - 1) / num_queries) for i in range(1, num_queries + 1)]:
@@ -177,25 +198,32 @@ def largest_logits(model: GPT, batch: MicroBatch, config: Config) -> list[Tensor
     ]
 
 
-def clip(masters: Weights, largest: list[Tensor], config: Config) -> None:
-    """QK-Clip: the query and key matrices share the factor; with latents, the rotated queries take all of theirs."""
+def clip(masters: Weights, largest: list[Tensor], config: Config) -> list[list[float]]:
+    """QK-Clip: the query and key matrices share the factor; with latents, the rotated queries take all of theirs.
+
+    Returns what becomes of each query head's logits, by layer.
+    """
     threshold = config.qk_control.clip_threshold
     assert threshold is not None
+    result = []
     for layer, maxima in enumerate(largest):
         gamma = [min(1.0, threshold / s) if s > 0 else 1.0 for s in maxima.tolist()]
         name = f"blocks.{layer}.attention."
         if config.model.attention.kind == "mla":
             factors = {"query_up": (gamma, 0.5), "key_up": (gamma, 0.5), "query_rope": (gamma, 1.0)}
+            result.append(gamma)
         else:
             keys = config.model.num_kv_heads
             assert keys is not None
             shared = len(gamma) // keys
             by_key = [min(gamma[key * shared : (key + 1) * shared]) for key in range(keys)]
             factors = {"query": ([by_key[head // shared] for head in range(len(gamma))], 0.5), "key": (by_key, 0.5)}
+            result.append(factors["query"][0])
         for matrix, (values, power) in factors.items():
             weight = masters[f"{name}{matrix}.weight"]
             for head, value in zip(weight.split(weight.shape[0] // len(values)), values, strict=True):
                 head.mul_(value**power)
+    return result
 
 
 def reference(config: Config, num_ranks: int) -> tuple[Reference, GPT]:
@@ -269,8 +297,10 @@ def reference(config: Config, num_ranks: int) -> tuple[Reference, GPT]:
                 masters[name].copy_(torch.cat([before + ratio * (new - before) for before, new, ratio in heads]))
             if threshold is not None:
                 largest = [torch.stack(layer).amax(dim=0) for layer in zip(*maxima, strict=True)]
-                clip(masters, largest, config)
-                result.clipped_heads.append(int(sum((layer > threshold).sum() for layer in largest)))
+                clipped = clip(masters, largest, config)
+                result.clipped_heads.append(sum(factor < 1 for layer in clipped for factor in layer))
+                if controller is not None:
+                    controller.note_clipping(clipped)
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(masters[name])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import random
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 import yaml
 
 from configs.load import load_config
-from launch.chaos import differences, losses, make_folder, make_plans
+from launch.chaos import KilledRun, Pace, differences, losses, make_folder, make_plans
 from tests.conftest import python, read_metrics
 
 
@@ -52,6 +54,33 @@ def test_any_difference_of_a_loss_is_told() -> None:
     assert differences(expected, {2: {"loss": 1.5}}, 1.0)  # a validation is missing
     assert differences(expected, {3: {"loss": 1.0}}, 1.0)  # a step too many
     assert differences(expected, {2: {"loss": 1.50002, "val_loss": 1.75}}, 1e-5)
+
+
+def test_what_is_left_over_or_damaged_at_the_end_is_told(tmp_path: Path) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    for run in (whole, folder):
+        (run / "checkpoints").mkdir(parents=True)
+    expected = {1: {"loss": 2.0}, 2: {"loss": 1.5}}
+    records = "".join(json.dumps({"step": step, **values}) + "\n" for step, values in expected.items())
+    (folder / "metrics.jsonl").write_text(records)
+    (folder / "DONE").write_text('{"step": 2, "loss": 1.5}')
+
+    def faults() -> list[str]:
+        run = KilledRun(folder, expected, 0.0, Pace(1, 1, 1), random.Random(0), io.BytesIO())
+        run.check_end(whole)
+        return run.faults
+
+    assert faults() == []
+    (folder / "checkpoints/step_00000001.partial").mkdir()
+    (folder / "config.yaml.tmp").write_text("")
+    (line,) = faults()
+    assert "step_00000001.partial, config.yaml.tmp" in line
+    for run in (whole, folder):
+        (run / "checkpoints/step_00000002").mkdir()
+    (folder / "metrics.jsonl").write_text(records + records)
+    (folder / "DONE").unlink()
+    marker, steps, _, damage = faults()
+    assert "marker" in marker and "each once" in steps and "manifest.json: is missing" in damage
 
 
 def test_only_its_own_folder_is_replaced(tiny_config: Path, tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import test
+import tokenizers
 import torch
 import yaml
 from hypothesis import given, settings
@@ -269,6 +271,49 @@ def test_the_end_of_a_document_is_begin_end_and_padding(tokenizer_pair: tuple[An
     assert theirs.decode([ours.eod_id], skip_special_tokens=True) == ""
 
 
+def test_a_tokenizer_json_is_tokenised_alike_and_adds_nothing(tmp_path: Path) -> None:
+    """One that would begin every text with a special token, which the training data has not."""
+    fast = tokenizers.Tokenizer(tokenizers.models.BPE())
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    fast.train_from_iterator(AWKWARD, trainer)
+    fast.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    fast.enable_truncation(5)
+    fast.save(str(tmp_path / "tokenizer.json"))
+    model = make_model(vocab_size=320)
+    export(save_model(model, tmp_path / "checkpoint", tokenizer=tmp_path / "tokenizer.json"), tmp_path / "out")
+    ours, theirs = Tokenizer.load(tmp_path / "tokenizer.json"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs.bos_token_id == theirs.eos_token_id == 0
+    for text in [*AWKWARD, "<s> a <|endoftext|>"]:
+        assert theirs(text)["input_ids"] == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
+
+
+def test_a_sentencepiece_model_that_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Words as units: only SentencePiece itself can read it."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the people of the land", "peace of the land"] * 10),
+        model_prefix=str(tmp_path / "words"),
+        model_type="word",
+        vocab_size=8,
+        minloglevel=4,
+    )
+    checkpoint = save_model(make_model(), tmp_path / "checkpoint", tokenizer=tmp_path / "words.model")
+    export(checkpoint, tmp_path / "out")
+    assert "note: load the tokenizer with trust_remote_code=True" in capsys.readouterr().err
+    assert "only unigram and bpe models" in (tmp_path / "out/README.md").read_text()
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    ours = Tokenizer.load(tmp_path / "words.model")
+    for text in ("the people", "peace of  unknown land "):
+        assert theirs(text)["input_ids"] == ours.encode(text)
+
+
 SENTENCES = (
     "The people of the United States are free.",
     "Congress shall make no law.",
@@ -354,10 +399,8 @@ def test_a_real_run(trained: Path, tmp_path: Path) -> None:
 def test_the_card_of_a_checkpoint_alone(trained: Path, tmp_path: Path) -> None:
     """Without the run's metrics there is no curve, and without its data no counts."""
     shutil.copytree(find_checkpoint(trained), tmp_path / "copy")
-    config = (tmp_path / "copy/config.yaml").read_text()
     assert main([str(tmp_path / "copy"), str(tmp_path / "out")]) == 0
     assert "loss.png" not in (tmp_path / "out/README.md").read_text()
-    assert config  # the checkpoint is as it was
     imported = save_model(make_model(), tmp_path / "imported")
     assert main([str(imported), str(tmp_path / "out2")]) == 0
     card = (tmp_path / "out2/README.md").read_text()
@@ -430,7 +473,7 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr("launch.hf.model_card.write_model_card", full_disk)
     checkpoint = save_model(make_model(), tmp_path / "good")
-    assert main([str(checkpoint), str(tmp_path / "out")]) == 1
+    assert main([str(checkpoint), str(tmp_path / "new/folder/out")]) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good"]
 
 
@@ -456,7 +499,7 @@ def test_help_is_fast(command: str) -> None:
     assert finished.code == 0, finished.errors
 
 
-def test_nothing_is_lost_in_the_loss_picture(tmp_path: Path) -> None:
+def test_a_curve_is_drawn(tmp_path: Path) -> None:
     from launch.hf.model_card import draw_curve
 
     records = [{"step": step, "loss": 5 / math.sqrt(step)} for step in range(1, 40)]

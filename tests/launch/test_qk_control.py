@@ -22,7 +22,8 @@ from configs.schema import Config
 from launch.checkpoint_files import CheckpointReader, read_state
 from launch.errors import RunError
 from launch.head_weights import HeadWeights
-from launch.qk_control import QuackRule, QueryKeyControl
+from launch.qk_control import QueryKeyControl
+from launch.qk_rules import QuackRule
 from launch.shards import Shard
 from model.parameters import Kind
 from model.stability.layers import HeadLayout
@@ -46,6 +47,9 @@ ATTENTION = {
     "qk_norm": ["model.num_kv_heads=2", "model.attention.qk_norm=true"],
     "mla": ["model.attention={kind: mla, mla: {q_latent_dim: 14, kv_latent_dim: 10, rope_dim: 6, latent_norm: false}}"],
     "mla_norm": ["model.attention={kind: mla, mla: {q_latent_dim: 14, kv_latent_dim: 10, rope_dim: 6}}"],
+    "mla_qk_norm": [
+        "model.attention={kind: mla, qk_norm: true, mla: {q_latent_dim: 14, kv_latent_dim: 10, rope_dim: 6}}"
+    ],
     "mla_v2_lite": ["model.attention={kind: mla, mla: {kv_latent_dim: 10, rope_dim: 6, latent_norm: false}}"],
 }
 # Between the heads' largest logits, so that some clip and others don't.
@@ -79,7 +83,7 @@ class Case(NamedTuple):
     @property
     def is_allowed(self) -> bool:
         """Clipping and query/key norms exclude each other."""
-        return not (self.attention == "qk_norm" and "clip" in self.control)
+        return not ("qk_norm" in self.attention and "clip" in self.control)
 
 
 def run_and_compare(cases: list[Case], tiny_config: Path, runs: Path, run_cases: Callable[..., Any]) -> None:
@@ -209,7 +213,8 @@ def test_exactness(
 def test_the_policy_survives_a_stop_and_other_ranks(
     control: str, tiny_config: Path, tmp_path: Path, run_cases: Any
 ) -> None:
-    settings = [*SETTINGS, *ATTENTION["gqa"], *CONTROL[control]]
+    attention = "gqa" if control == "quack" else "mla_norm"
+    settings = [*SETTINGS, *ATTENTION[attention], *CONTROL[control]]
     whole = [*settings, "run.name=whole"]
     parts = [*settings, "run.name=parts"]
     # The stop falls into an interval of the adaptive policy, whose inputs and logits must come along.

@@ -81,11 +81,19 @@ def test_factors() -> None:
 @pytest.mark.parametrize(
     "model_keys", [{}, {"num_kv_heads": 2}, {"kind": "mla"}, {"kind": "mla", "mla": {"q_latent_dim": 12}}]
 )
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_a_training_pass_measures_and_the_factors_bring_the_logits_to_the_threshold(
-    model_keys: dict, activation_checkpointing: bool, make_model: Callable[..., GPT], batch: tuple
+    model_keys: dict,
+    activation_checkpointing: bool,
+    is_compiled: bool,
+    make_model: Callable[..., GPT],
+    batch: tuple,
 ) -> None:
     model = make_model(activation_checkpointing, **model_keys)
+    if is_compiled:
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
     layers = attach_logit_maxima(model, 0.05, torch.device("cpu"))
     assert len(layers) == 2
     model.eval()

@@ -105,7 +105,7 @@ def test_without_query_compression_its_norm_is_one() -> None:
 @pytest.mark.parametrize("has_qk_norm", [False, True])
 def test_ratios_start_at_exactly_one(kinds: dict[Kind, int], has_qk_norm: bool) -> None:
     norms = random_norms(kinds, 3)
-    for kind, ratio in quack_ratios(norms, norms, has_qk_norm).items():
+    for kind, ratio in quack_ratios(norms, norms, has_qk_norm, kv_latent_dim=8).items():
         assert torch.equal(ratio, torch.ones_like(ratio)), kind
         assert kind not in (Kind.QUERY_LATENT_GAIN, Kind.KV_LATENT_GAIN)
 
@@ -155,7 +155,10 @@ def test_pieces_of_heads_add_up(head_numel: int, heads: int, data: st.DataObject
 @settings(deadline=None)
 @given(st.integers(0, 2**16), st.floats(0.1, 2), st.floats(0.1, 2), st.floats(0.1, 1))
 def test_the_papers_lemma_bounds_the_change_of_a_logit(seed: int, tau_q: float, tau_k: float, smallest: float) -> None:
-    """With rates tau / ‖other weight‖, |Δl| sqrt(K) ≤ tau_q D + tau_k D + tau_q tau_k D² / c² for unit inputs."""
+    """With rates tau / ‖other weight‖, |Δl| sqrt(K) ≤ tau_q D + tau_k D + tau_q tau_k D² / c² for unit inputs.
+
+    Started from norms of 1, the rule's ratio is 1 / ‖other weight‖.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -169,7 +172,9 @@ def test_the_papers_lemma_bounds_the_change_of_a_logit(seed: int, tau_q: float, 
     bound_d = 0.7
     step_q, step_k = (with_norm(draw(4, 6), bound_d) for _ in range(2))
     x, y = (with_norm(draw(6), 1.0) for _ in range(2))
-    new_query = query - tau_q / key.norm() * step_q
-    new_key = key - tau_k / query.norm() * step_k
+    now = {Kind.QUERY: query.norm().view(1, 1), Kind.KEY: key.norm().view(1, 1)}
+    ratios = quack_ratios(now, {kind: torch.ones_like(norm) for kind, norm in now.items()}, has_qk_norm=False)
+    new_query = query - tau_q * ratios[Kind.QUERY] * step_q
+    new_key = key - tau_k * ratios[Kind.KEY] * step_k
     change = abs((new_query @ x) @ (new_key @ y) - (query @ x) @ (key @ y))
     assert change <= tau_q * bound_d + tau_k * bound_d + tau_q * tau_k * bound_d**2 / smallest**2 + 1e-9
