@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from model.attention import documents as module
 from model.attention.causal import causal_attention
@@ -198,6 +198,24 @@ def test_flex_attention_computes_the_same(softcap, has_sink, compiled):
         expected = causal_attention(*arguments, Documents(other))
         with torch._dynamo.config.patch(error_on_recompile=True):
             found = attend(*arguments, block_mask=document_block_mask(other, has_sink))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize(("softcap", "has_sink"), [(None, False), (1.5, True)])
+@torch.no_grad()
+def test_a_compiled_kernel_skips_hidden_blocks_only(softcap, has_sink):
+    """Unlike the plain one it reads the lists of blocks; other documents need no other kernel."""
+    *qkv, sink = [tensor.detach() for tensor in random_inputs(300, 300, 24, torch.float32)]
+    arguments = (*qkv, softcap, sink if has_sink else None)
+    torch.compiler.reset()
+    attend = torch.compile(flex_attention)
+    for number, rows in enumerate(([[300], [100, 1, 70, 129]], [[150, 150], [2] * 150], [[1] * 300, [299, 1]])):
+        positions_BT = positions_of(rows)
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            block_mask = document_block_mask(positions_BT, has_sink)
+            found = flex_softcap_attention(*arguments, attend, block_mask)
+        expected = causal_attention(*arguments, Documents(positions_BT))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
