@@ -85,13 +85,16 @@ class Phase:
     sources: Sequence[int]
     weights: Sequence[float]
 
+    def weight_of(self, source: int) -> float:
+        """The weight of a source, 0 for one that the phase does not use."""
+        return self.weights[self.sources.index(source)] if source in self.sources else 0.0
+
 
 class SampleOrder:
     """The order for given sources, weights and seed, and for the phases that follow.
 
     Attributes:
         num_sources: of all phases together.
-        seed: as given.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class SampleOrder:
         phases = [Phase(0, range(len(weights)), weights), *later_phases]
         assert {source for phase in phases for source in phase.sources} == set(range(len(num_windows)))
         self.num_sources = len(num_windows)
-        self.seed = seed
+        self._seed = seed
         self._num_windows = np.array(num_windows, np.int64)
         self._mixtures: list[_Mixture] = []
         self._first_samples = np.array([phase.first_sample for phase in phases], np.int64)
@@ -147,7 +150,7 @@ class SampleOrder:
             here = np.flatnonzero(phases == phase)
             source[here], rank[here] = self._mixtures[phase].locate(flat[here])
         epoch, index = np.divmod(rank, self._num_windows[source])
-        key = _derive_key(self.seed, _WINDOW_ORDER, source, epoch)
+        key = _derive_key(self._seed, _WINDOW_ORDER, source, epoch)
         window = permute(index, self._num_windows[source], key)
         return Location(source.reshape(shape), epoch.reshape(shape), window.reshape(shape))
 

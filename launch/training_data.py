@@ -88,10 +88,10 @@ def list_sources(config: Config) -> tuple[dict[str, str], list[Phase]]:
         Key (`data.sources.0`, `data.phases.0.sources.1`) -> path of each source, in the order of appearance; and the
         phases with positions in it.
     """
-    seq_len = sequence_length(config)
     entries = [("data.sources", 0, config.data.sources)]
     for index, later in enumerate(config.data.phases):
-        entries.append((f"data.phases.{index}.sources", -(-later.start_tokens // seq_len), later.sources))
+        first_sample = -(-later.start_tokens // sequence_length(config))
+        entries.append((f"data.phases.{index}.sources", first_sample, later.sources))
     paths: dict[str, str] = {}
     phases: list[Phase] = []
     positions: dict[tuple[str, int], int] = {}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 # Documents are gathered up to this many tokens; longer ones stand alone.
-GROUP_TOKENS = 128
+GROUP_TOKENS = 64
 BLOCK_SIZE = 128
 
 # (queries, keys, values, what each query sees (T, T); None: itself and all before) -> (1, H, T, V)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from configs.load import load_config
 from configs.schema import Config
 from data.indexed import IndexedShardWriter, token_dtype
 from data.order import SampleOrder
+from launch.hf.model_card import _data
 from launch.schedule import learning_rate
 from launch.training_data import describe_data, list_sources, open_data
 from model.gpt import GPT
@@ -205,6 +207,19 @@ def test_sources_and_phases_are_described(tiny_config: Path, tmp_path: Path) -> 
     assert lines[3] == "data phase 0, from token 0 (step 0): a 50.0%, b 50.0%"
     assert lines[4] == "data phase 1, from token 131,072 (step 512): c 25.0%, a 75.0%"
     assert lines[5] == "data phase 2, from token 1,000,000,000 (step 3,906,250), which the run does not reach: b 100.0%"
+
+
+def test_the_model_card_names_the_sources_of_all_phases(tiny_config: Path, tmp_path: Path) -> None:
+    a, b = (write_documents(tmp_path / name, seed)[0] for seed, name in enumerate("ab"))
+    data, config = open_data(
+        load_config(
+            tiny_config, [f"data.sources=[{{path: {a}, weight: 2}}]", phases((100, {b: 1}), (320, {b: 3, a: 0.5}))]
+        )
+    )
+    state: Any = SimpleNamespace(data_fingerprints=list(data.fingerprints), tokenizer_sha256=None)
+    card = _data(config, state)
+    assert "/a | 2, then 0, then 0.5 | ? |" in card and "/b | 0, then 1, then 3 | ? |" in card
+    assert "The weights change after so many tokens: 128, 320." in card
 
 
 def test_the_same_path_twice_is_two_sources(tiny_config: Path, tmp_path: Path) -> None:
