@@ -75,7 +75,10 @@ def open_data(config: Config) -> tuple[TrainingData, Config]:
     fingerprints = tuple(fingerprint(source) for source in sources)
     data = TrainingData(sources, list(paths), val_sources, order, num_token_ids, tokenizer, sha256, fingerprints)
     model = config.model.model_copy(update={"vocab_size": vocab_size})
-    return data, config.model_copy(update={"model": model})
+    eod_ids = [source.manifest.eod_id for source in opened if source.manifest is not None]
+    eod_id = config.data.eod_id if config.data.eod_id is not None else next(iter(eod_ids), None)
+    chosen = config.data.model_copy(update={"eod_id": eod_id})
+    return data, config.model_copy(update={"model": model, "data": chosen})
 
 
 def list_sources(config: Config) -> tuple[dict[str, str], list[Phase]]:

@@ -116,13 +116,14 @@ def test_masked_training_equals_a_loop_over_single_documents(tiny_config: Path, 
         for kind, options in kinds.items()
         for stage, rows in ((0, 2), (1, 7), (2, 3), (3, 1))
     }
-    for num_ranks in (1, 2):
-        named = [(tiny_config, [*value, f"run.name={name}_{num_ranks}"]) for name, value in cases.items()]
-        assert run_cases(num_ranks, named) == [[0] * len(cases)] * num_ranks
+    chosen = {1: [name for name in cases if "_1_" in name], 2: list(cases)}
+    for num_ranks, names in chosen.items():
+        named = [(tiny_config, [*cases[name], f"run.name={name}_{num_ranks}"]) for name in names]
+        assert run_cases(num_ranks, named) == [[0] * len(names)] * num_ranks
     for kind, options in kinds.items():
         expected = plain_run(load_config(tiny_config, [*settings, *options]), train, val)
-        for name in cases:
-            for num_ranks in (1, 2) if name.startswith(kind) else ():
+        for num_ranks, names in chosen.items():
+            for name in (name for name in names if name.startswith(kind)):
                 records = read_metrics(tmp_path / f"runs/{name}_{num_ranks}")
                 for found, reference in zip(records, expected, strict=True):
                     for key, value in reference.items():

@@ -22,13 +22,16 @@ from configs.schema import Config
 from launch.checkpoint_files import CheckpointReader, read_state
 from launch.errors import RunError
 from launch.head_weights import HeadWeights
-from launch.qk_control import QueryKeyControl
+from launch.qk_control import Clipper, QueryKeyControl
 from launch.qk_rules import QuackRule
 from launch.shards import Shard
-from model.parameters import Kind
-from model.stability.layers import HeadLayout
+from model.gpt import GPT
+from model.initialisation import initialise
+from model.parameters import Kind, collect_specs
+from model.stability.clip import LogitMaxima
+from model.stability.layers import HeadLayout, collect_layouts
 from tests.conftest import read_metrics
-from tests.launch.qk_reference import Reference, is_controlled, reference, validation_loss
+from tests.launch.qk_reference import Reference, clip, is_controlled, quack_by_hand, reference, validation_loss
 
 NUM_STEPS = 5
 ROWS = 2
@@ -246,45 +249,127 @@ def test_a_head_that_starts_at_zero_is_refused() -> None:
         rule.update(0, 1.0)
 
 
-def test_given_the_same_step_each_head_is_exact_on_any_cut() -> None:
-    """Pieces that cut heads anywhere change as whole matrices do, to 1e-6 a head."""
-    generator = torch.Generator().manual_seed(0)
-    start = {name: torch.randn(20, 7, generator=generator) for name in ("q", "k")}
-    grown = {name: weight * (1 + torch.rand(20, 1, generator=generator)) for name, weight in start.items()}
-    step = {name: 0.1 * torch.randn(20, 7, generator=generator) for name in ("q", "k")}
-    layouts = {Kind.QUERY: HeadLayout(("q",), 4, 35), Kind.KEY: HeadLayout(("k",), 2, 70)}
-    norms = {
-        moment: {
-            kind: table[layout.names[0]].view(layout.num_heads, -1).norm(dim=1) for kind, layout in layouts.items()
-        }
-        for moment, table in (("start", start), ("grown", grown))
+class LayerRatios:
+    """A rule whose ratios differ by layer, as those of the adaptive policy."""
+
+    def __init__(self, weights: HeadWeights) -> None:
+        self._weights = weights
+
+    def update(self, step: int, rate_multiplier: float) -> dict[Kind, torch.Tensor]:
+        ratios = torch.tensor([0.3, 2.0], dtype=torch.float64)[:, None]
+        return {kind: ratios.expand(-1, layout.num_heads) for kind, layout in self._weights.layouts.items()}
+
+    def note_clipping(self, factor_LH: torch.Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("control", "attention"),
+    [
+        pair
+        for pair in itertools.product(["quack", "layers", "clip", "quack_clip"], ATTENTION)
+        if Case(1, *pair, 1, "fp32").is_allowed
+    ],
+)
+def test_given_the_same_gradients_each_head_is_exact_on_any_number_of_ranks(
+    control: str, attention: str, num_ranks: int, tiny_config: Path
+) -> None:
+    """One AdamW step with decay on ZeRO's flat partitions, all ranks in one process: 1e-6 of each head's change."""
+    overrides = [*SETTINGS, *ATTENTION[attention], "train.precision=fp32"]
+    config = load_config(tiny_config, [*overrides, f"qk_control.clip_threshold={THRESHOLD.get(attention, 'null')}"])
+    model = GPT(config.model)
+    initialise(model, seed=1)
+    specs, parameters = collect_specs(model), dict(model.named_parameters())
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    generator = torch.Generator().manual_seed(2)
+    grown = {
+        name: w * (1 + torch.rand(w.shape[0], *[1] * (w.dim() - 1), generator=generator)) for name, w in start.items()
     }
-    for cut in (0, 1, 34, 35, 77, 139):
-        # Two ranks' pieces within one process: the flat tensor of each holds both matrices' parts.
-        flats = {name: grown[name].flatten().clone() for name in grown}
-        pieces = [
-            Shard(name, (20, 7), first, last, flats[name], first, True)
-            for name in flats
-            for first, last in ((0, cut), (cut, 140))
-            if first < last
-        ]
-        weights = HeadWeights(layouts, pieces, torch.device("cpu"), is_replicated=True)
-        control = QueryKeyControl(weights, QuackRule(weights, has_qk_norm=False, max_ratio=None), clipper=None)
-        initial_norms = {kind.value: [values.tolist()] for kind, values in norms["start"].items()}
-        control.load({"initial_norms": initial_norms}, {})
-        control.prepare(0, 1.0)
-        control.before_base_step(list(flats.values()))
-        for name, flat in flats.items():
-            flat += step[name].flatten()
-        control.after_base_step(list(flats.values()))
-        ratios = {
-            "q": norms["start"][Kind.KEY].repeat_interleave(2) / norms["grown"][Kind.KEY].repeat_interleave(2),
-            "k": norms["start"][Kind.QUERY].view(2, 2).amax(1) / norms["grown"][Kind.QUERY].view(2, 2).amax(1),
-        }
-        for name, flat in flats.items():
-            heads = len(ratios[name])
-            expected = (
-                grown[name].double().view(heads, -1) + ratios[name][:, None] * step[name].view(heads, -1)
-            ).float()
-            error = (flat.view(heads, -1) - expected).norm(dim=1) / expected.norm(dim=1)
-            assert error.max() <= 1e-6, (cut, name)
+    gradients = {name: torch.randn(w.shape, generator=generator) for name, w in start.items()}
+    largest = 0.2 * torch.rand(2, 4, generator=generator)
+
+    names = [name for name in start if is_controlled(name)]
+    total = sum(grown[name].numel() for name in names)
+    length = -(-total // num_ranks)
+
+    def flat_parts(table: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        whole = torch.cat([table[name].flatten() for name in names])
+        return [part.clone() for part in torch.nn.functional.pad(whole, (0, length * num_ranks - total)).split(length)]
+
+    flats = flat_parts(grown)
+    shards, offset = [], 0
+    for name in names:
+        numel = grown[name].numel()
+        for rank, flat in enumerate(flats):
+            first, last = max(offset, rank * length), min(offset + numel, (rank + 1) * length)
+            if first < last:
+                place = first - rank * length
+                shards.append(Shard(name, tuple(grown[name].shape), first - offset, last - offset, flat, place, True))
+        offset += numel
+    heads = {name: spec.num_heads for name, spec in specs.items()}
+    layouts = collect_layouts(model, heads, {name: w.numel() for name, w in start.items()})
+    weights = HeadWeights(layouts, shards, torch.device("cpu"), is_replicated=True)
+    rule: Any = None
+    if "quack" in control:
+        rule = QuackRule(weights, config.model.attention.qk_norm, None, config.model.attention.mla.kv_latent_dim)
+        kinds = {name: kind for kind, layout in layouts.items() for name in layout.names}
+        norms: dict[str, list[list[float]]] = {}
+        for name, kind in kinds.items():
+            parts = start[name].double().view(layouts[kind].num_heads, -1).norm(dim=1)
+            norms.setdefault(kind.value, []).append(parts.tolist())
+        rule.load_state({"initial_norms": norms})
+    elif control == "layers":
+        rule = LayerRatios(weights)
+    clipper = None
+    if "clip" in control:
+        maxima = [LogitMaxima(4, 0.05, torch.device("cpu")) for _ in range(2)]
+        for layer, values in zip(maxima, largest, strict=True):
+            layer.max_H.copy_(values)
+        key_heads = None if config.model.attention.kind == "mla" else config.model.num_kv_heads
+        clipper = Clipper(maxima, config.qk_control.clip_threshold, key_heads)
+    control_of_all = QueryKeyControl(weights, rule, clipper)
+    settings = {"lr": 1e-2, "weight_decay": 0.3, "eps": 1e-8}
+
+    optimizer = torch.optim.AdamW(flats, **settings)
+    for flat, gradient in zip(flats, flat_parts(gradients), strict=True):
+        flat.grad = gradient
+    control_of_all.prepare(0, 1.0)
+    if clipper is not None:
+        factors, _ = clip_alone(clipper)
+        control_of_all._factors = factors
+    control_of_all.before_base_step(flats)
+    optimizer.step()
+    control_of_all.after_base_step(flats)
+    control_of_all.check_applied()
+
+    expected = {name: grown[name].clone() for name in names}
+    optimizer = torch.optim.AdamW(expected.values(), **settings)
+    for name, weight in expected.items():
+        weight.grad = gradients[name]
+    optimizer.step()
+    ratios: Any = {}
+    if "quack" in control:
+        ratios = quack_by_hand(grown, start, config)
+    elif control == "layers":
+        ratios = {name: [(0.3, 2.0)[int(name.split(".")[1])]] for name in names if grown[name].dim() == 2}
+    for name, values in ratios.items():
+        width = grown[name].shape[0] // len(values)
+        heads_of = zip(grown[name].split(width), expected[name].split(width), values, strict=True)
+        expected[name] = torch.cat([old + ratio * (new - old) for old, new, ratio in heads_of])
+    if clipper is not None:
+        clip(expected, list(largest), config)
+    found = torch.cat(flats)[:total].split([grown[name].numel() for name in names])
+    for name, flat in zip(names, found, strict=True):
+        num_heads = heads[name] or 1
+        change = (flat - grown[name].flatten()).view(num_heads, -1)
+        reference_change = (expected[name] - grown[name]).view(num_heads, -1)
+        error = (change - reference_change).norm(dim=1) / reference_change.norm(dim=1)
+        assert error.max() <= 1e-6, (name, error)
+
+
+def clip_alone(clipper: Clipper) -> Any:
+    """`Clipper.agree` with one rank and no process group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("launch.qk_control.dist.all_reduce", lambda tensor, op: None)
+        return clipper.agree()

@@ -1,7 +1,8 @@
 """Runs several configurations one after the other in one process group: starting DeepSpeed costs seconds.
 
 Usage, under a launcher or alone: `worker.py CASES.json`, where CASES is a list of `[CONFIG.yaml, [key=value, …]]`.
-Writes the exit code or error of every case to CASES.json.rank_N.
+Writes the exit code or error of every case to CASES.json.rank_N. After every finished case the weights that the model
+computes with must be the (rounded) fp32 masters, bit for bit.
 """
 
 from __future__ import annotations
@@ -10,14 +11,46 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
-from launch.engine import leave, start_distributed
+from launch import engine as engine_module
+from launch.engine import Engine, leave, start_distributed
 from launch.logs import start_screen_log
 from launch.topology import detect_topology
 from train import run
+
+ENGINES: list[Engine] = []
+
+
+class RecordedEngine(Engine):
+    """An engine that can be looked at when its run is over."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        ENGINES[:] = [self]
+
+
+def differing_copies() -> list[str]:
+    """Parameters of the last engine whose working weights on this rank are not the rounded masters."""
+    assert ENGINES, "the run has made an engine"
+    names = []
+    for engine in ENGINES:
+        parameters = dict(engine.module.named_parameters())
+        for shard in engine.shards():
+            parameter = parameters[shard.name]
+            sharded = getattr(parameter, "ds_tensor", None)
+            if sharded is None:
+                working = parameter.detach().flatten()[shard.start : shard.stop]
+            else:
+                working = sharded.flatten()[: shard.stop - shard.start]
+            if not torch.equal(working, shard.master.to(working.dtype)):
+                names.append(shard.name)
+    return names
 
 
 def main(cases_path: str) -> None:
@@ -27,9 +60,13 @@ def main(cases_path: str) -> None:
     configs = [load_config(path, overrides) for path, overrides in cases]
     device = start_distributed(topology, configs[0])
     outcomes: list[int | str] = []
+    engine_module.Engine = RecordedEngine  # type: ignore[misc]
     for config in configs:
         try:
             outcomes.append(run(config, topology, device))
+            differing = differing_copies()
+            if differing:
+                outcomes[-1] = f"working weights differ from the masters: {differing}"
         except (ValueError, RuntimeError) as error:
             outcomes.append(f"{type(error).__name__}: {error}")
     Path(f"{cases_path}.rank_{topology.rank}").write_text(json.dumps(outcomes))

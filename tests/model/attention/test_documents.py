@@ -42,8 +42,11 @@ def sum_and_gradients(model: GPT, loss: torch.Tensor) -> dict[str, torch.Tensor]
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("group_tokens", [1, 16])
-@pytest.mark.parametrize("options", [{}, *SINGLE_AND_ALL], ids=option_names)
+@pytest.mark.parametrize(
+    ("options", "group_tokens"),
+    [({}, 1), (OPTIONS, 1), ({}, 16), *((options, 16) for options in SINGLE_AND_ALL)],
+    ids=lambda value: option_names(value) if isinstance(value, dict) else f"groups of {value}",
+)
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["", "qk_norm"])
 @every_kind
 def test_equals_each_document_alone(make_model, batch, monkeypatch, keys, qk_norm, options, group_tokens):
