@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from configs.schema import Config, ModelConfig, Section
@@ -74,6 +75,7 @@ def find_problems(config: Config) -> Iterator[Problem]:
     yield from _model_problems(config)
     yield from _batch_problems(config)
     yield from _step_problems(config)
+    yield from _phase_problems(config)
     yield from _control_problems(config)
     yield from _run_problems(config)
     yield from override_problems(config.deepspeed.overrides)
@@ -177,6 +179,18 @@ def _control_problems(config: Config) -> Iterator[Problem]:
         )
     yield from _unused_keys("qk_control.adaptive", control.adaptive, "qk_control.policy", "adaptive", control.policy)
     yield from _unused_keys("optim.muon", optim.muon, "optim.name", "muon", optim.name)
+
+
+def _phase_problems(config: Config) -> Iterator[Problem]:
+    """Phases are in order, and each lasts for a sequence at least."""
+    seq_len = config.data.seq_len or config.model.max_seq_len
+    for index, (phase, following) in enumerate(pairwise(config.data.phases)):
+        if -(-phase.start_tokens // seq_len) >= -(-following.start_tokens // seq_len):
+            yield Problem(
+                (f"data.phases.{index + 1}.start_tokens", "data.phases", "data.seq_len", "model.max_seq_len"),
+                f"{following.start_tokens} is not a sequence of {seq_len} tokens, or more, after "
+                f"data.phases.{index}.start_tokens={phase.start_tokens}",
+            )
 
 
 def _unused_keys(prefix: str, section: Section, chooser: str, wanted: str, chosen: str) -> Iterator[Problem]:

@@ -173,8 +173,8 @@ _PLACEHOLDERS: dict[tuple[str, ...], Any] = {
 
 def _without(tree: Tree, location: tuple[int | str, ...], missing: bool) -> Tree:
     """A copy of the tree without the value at `location` (or with a stand-in where a value is required)."""
-    if "sources" in location and location[0] == "data":
-        location = ("data", "sources")
+    if location[0] == "data" and location[1:2] in (("sources",), ("phases",)):
+        location = location[:2]
     copy: Tree = dict(tree)
     node: Any = copy
     for key in location[:-1]:

@@ -185,16 +185,35 @@ class SourceConfig(Section):
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources")
 
 
+class PhaseConfig(Section):
+    """Another mixture of sources from some point of the run on."""
+
+    start_tokens: int = Field(ge=1, description="training tokens after which the phase begins, in whole sequences")
+    sources: tuple[SourceConfig, ...] = Field(
+        strict=False, min_length=1, description="as data.sources; a path that was used before goes on where it was"
+    )
+
+
 class DataConfig(Section):
     """What the model reads."""
 
     sources: tuple[SourceConfig, ...] = Field(
         strict=False, min_length=1, description="training data: list of {path, weight}"
     )
+    phases: tuple[PhaseConfig, ...] = Field(
+        (), strict=False, description="later mixtures instead of data.sources: list of {start_tokens, sources}"
+    )
     val_sources: dict[str, str] = Field(
         default_factory=dict, description="validation data: name -> path; the first is `val_loss`"
     )
     seq_len: int | None = Field(None, ge=1, description="tokens of a training sample; null: model.max_seq_len")
+    mask_documents: bool = Field(
+        False,
+        description="attention stays inside each document, positions restart in it, and its first token is no target",
+    )
+    eod_loss: bool = Field(
+        True, description="loss on the last token of each document, its end-of-document token where it has one"
+    )
     tokenizer: str | None = Field(None, min_length=1, description="tokenizer file; null: the manifest's")
     eod_id: int | None = Field(None, ge=0, description="end-of-document token; null: the manifest's")
 

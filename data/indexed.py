@@ -13,6 +13,7 @@ A document is one or more sequences; D is therefore the number of documents plus
 import os
 import struct
 from array import array
+from bisect import bisect_left
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -68,7 +69,14 @@ class IndexedShard:
         num_documents: documents in the shard, empty ones included.
     """
 
-    def __init__(self, prefix: Path, tokens: np.ndarray, pointers: np.ndarray, documents: np.ndarray) -> None:
+    def __init__(
+        self,
+        prefix: Path,
+        tokens: np.ndarray,
+        pointers: np.ndarray,
+        documents: np.ndarray,
+        is_sequence_per_document: bool,
+    ) -> None:
         """For `open`, which has checked that the three arrays agree."""
         self.prefix = prefix
         self.dtype = tokens.dtype
@@ -77,6 +85,7 @@ class IndexedShard:
         self._tokens = tokens
         self._pointers = pointers
         self._documents = documents
+        self._is_sequence_per_document = is_sequence_per_document
 
     @classmethod
     def open(cls, prefix: str | Path) -> "IndexedShard":
@@ -107,9 +116,9 @@ class IndexedShard:
             raise DataError(
                 f"{tokens_file}: {num_token_bytes:,} bytes found, {expected_bytes:,} expected by {index.name}"
             )
-        _check_documents(index, documents, num_sequences)
+        is_sequence_per_document = _check_documents(index, documents, num_sequences)
         tokens = _map(tokens_file, dtype, num_token_bytes // dtype.itemsize, 0)
-        return cls(prefix, tokens, pointers, documents)
+        return cls(prefix, tokens, pointers, documents, is_sequence_per_document)
 
     @cached_property
     def document_offsets(self) -> np.ndarray:
@@ -119,6 +128,20 @@ class IndexedShard:
         """
         sequence_starts = np.append(self._pointers // self.dtype.itemsize, self.num_tokens)
         return sequence_starts[self._documents]
+
+    def document_starts(self, start: int, stop: int) -> np.ndarray:
+        """The tokens among start … stop - 1 at which documents start, ascending: int64 [N].
+
+        A token at which empty documents start too is listed more than once. Reads only what it needs of the index.
+        """
+        # Not np.searchsorted: the arrays lie unaligned in the file, and it would copy them whole.
+        first = bisect_left(self._pointers, start * self.dtype.itemsize)
+        last = _bisect_near(self._pointers, stop * self.dtype.itemsize, first)
+        if self._is_sequence_per_document:
+            return self._pointers[first:last] // self.dtype.itemsize
+        first_document = bisect_left(self._documents, first)
+        last_document = _bisect_near(self._documents, last, first_document)
+        return self._pointers[self._documents[first_document:last_document]] // self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start … stop - 1 as a read-only view of the file, [stop - start] of `dtype`."""
@@ -308,9 +331,11 @@ def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, item
     return num_bytes
 
 
-def _check_documents(index: Path, documents: np.ndarray, num_sequences: int) -> None:
+def _check_documents(index: Path, documents: np.ndarray, num_sequences: int) -> bool:
+    """Whether each document is one sequence, after checking that the documents are in order."""
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != num_sequences:
         raise DataError(f"{index}: document entries do not run from 0 to {num_sequences:,}, the sequences")
+    is_sequence_per_document = True
     for first in range(0, len(documents), _CHECKED_AT_ONCE):
         steps = np.diff(documents[first : first + _CHECKED_AT_ONCE + 1])
         if (steps < 0).any():
@@ -319,6 +344,16 @@ def _check_documents(index: Path, documents: np.ndarray, num_sequences: int) -> 
                 f"{index}: document {entry:,} starts at sequence {documents[entry]:,}, "
                 f"the next one before it at {documents[entry + 1]:,}"
             )
+        is_sequence_per_document &= bool((steps == 1).all())
+    return is_sequence_per_document
+
+
+def _bisect_near(values: np.ndarray, wanted: int, start: int) -> int:
+    """`bisect_left(values, wanted, lo=start)` for a result that is near `start`."""
+    distance = 8
+    while start + distance < len(values) and values[start + distance] < wanted:
+        distance *= 2
+    return bisect_left(values, wanted, start, min(start + distance, len(values)))
 
 
 def _temporary(prefix: Path, kind: str) -> Path:

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from data.errors import DataError
 from data.order import SampleOrder
+from data.packing import IGNORE, UNMASKED, Packing, document_positions, drop_targets
 from data.source import TokenSource
 
-IGNORE = -100  # the target of padding; the default `ignore_index` of PyTorch's cross entropy
 _LOCATED_AT_ONCE = 256  # samples whose places are computed together; one call costs as much for 1 as for 256
 
 
@@ -89,15 +89,19 @@ class MicroBatch:
 
     Attributes:
         tokens: int64 [B, T].
-        targets: int64 [B, T], the token after each; `IGNORE` throughout in rows of padding.
+        targets: int64 [B, T], the token after each; `IGNORE` where it does not count, throughout in rows of padding.
+        positions: int32 [B, T], of each token in its document (see `data.packing`); None: documents are not masked.
+            Rows of padding are one document.
     """
 
     tokens: Tensor
     targets: Tensor
+    positions: Tensor | None = None
 
     def pin_memory(self) -> "MicroBatch":
         """A copy in page-locked memory, which a GPU can fetch without waiting."""
-        return MicroBatch(self.tokens.pin_memory(), self.targets.pin_memory())
+        positions = None if self.positions is None else self.positions.pin_memory()
+        return MicroBatch(self.tokens.pin_memory(), self.targets.pin_memory(), positions)
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class StepBatch:
     Attributes:
         micro_batches: A of them.
         first_sample: index of the step's first sample, on whatever rank that is.
-        num_targets: target tokens of this rank, padding not counted.
+        num_targets: target tokens of this rank, other than `IGNORE`.
     """
 
     micro_batches: list[MicroBatch]
@@ -115,11 +119,12 @@ class StepBatch:
     num_targets: int
 
     def digest(self) -> str:
-        """Hex xxh3-64 of tokens and targets, to compare batches of two runs."""
+        """Hex xxh3-64 of tokens, targets and positions, to compare batches of two runs."""
         digest = xxhash.xxh3_64()
         for batch in self.micro_batches:
-            digest.update(batch.tokens.numpy().data)
-            digest.update(batch.targets.numpy().data)
+            for tensor in (batch.tokens, batch.targets, batch.positions):
+                if tensor is not None:
+                    digest.update(tensor.numpy().data)
         return digest.hexdigest()
 
 
@@ -141,6 +146,7 @@ class StepLoader:
         vocab_size: int,
         prefetch_steps: int = 2,
         pin_for: torch.device | None = None,
+        packing: Packing = UNMASKED,
     ) -> None:
         """Args:
         sources: in the order that `order` was made for.
@@ -152,14 +158,16 @@ class StepLoader:
         vocab_size: ids the model has; any other id in the data is an error.
         prefetch_steps: steps read ahead, at least 1.
         pin_for: the GPU for which batches are put into page-locked memory; None: ordinary memory.
+        packing: how documents in one window are kept apart.
         """
-        assert prefetch_steps >= 1 and first_sample >= 0 and len(sources) == len(order.counts)
+        assert prefetch_steps >= 1 and first_sample >= 0 and len(sources) == order.num_sources
         self._sources = sources
         self._order = order
         self._samples_per_step = geometry.samples_per_step
         self._slots = geometry.slots(rank)
         self._seq_len = seq_len
         self._vocab_size = vocab_size
+        self._packing = packing
         self._pin_for = pin_for
         self._steps = self._read_steps(first_sample)
         self._pending: deque[Future[StepBatch]] = deque()
@@ -214,8 +222,10 @@ class StepLoader:
             for step, step_first_sample in enumerate(first_samples.tolist()):
                 sources = [self._sources[source] for source in located.source[step].tolist()]
                 reads = list(zip(sources, located.window[step].tolist(), strict=True))
-                micro_batches = _read_micro_batches(reads, self._slots.shape, self._seq_len, self._vocab_size)
-                yield StepBatch(micro_batches, step_first_sample, num_targets=len(reads) * self._seq_len)
+                micro_batches, num_targets = _read_micro_batches(
+                    reads, self._slots.shape, self._seq_len, self._vocab_size, self._packing
+                )
+                yield StepBatch(micro_batches, step_first_sample, num_targets)
             first_sample += num_steps * self._samples_per_step
 
 
@@ -227,6 +237,7 @@ def validation_batches(
     rank: int,
     world_size: int,
     vocab_size: int,
+    packing: Packing = UNMASKED,
 ) -> Iterator[MicroBatch]:
     """This rank's part of a fixed validation set: evenly spaced windows of a source.
 
@@ -241,6 +252,7 @@ def validation_batches(
         rank: this process, 0 … world_size - 1.
         world_size: number of ranks.
         vocab_size: ids the model has.
+        packing: how documents in one window are kept apart.
 
     Raises:
         DataError: the source is shorter than one window, or holds an id outside the vocabulary.
@@ -252,13 +264,17 @@ def validation_batches(
     for slots in geometry.slots(rank):
         windows = slots[slots < num_samples] * num_windows // num_samples
         reads = [(source, window) for window in windows.tolist()]
-        yield from _read_micro_batches(reads, (1, micro_batch_size), seq_len, vocab_size)
+        yield from _read_micro_batches(reads, (1, micro_batch_size), seq_len, vocab_size, packing)[0]
 
 
 def _read_micro_batches(
-    reads: Sequence[tuple[TokenSource, int]], shape: tuple[int, ...], seq_len: int, vocab_size: int
-) -> list[MicroBatch]:
-    """Read windows into the first rows of micro-batches of `shape` = (A, B); the other rows are padding."""
+    reads: Sequence[tuple[TokenSource, int]], shape: tuple[int, ...], seq_len: int, vocab_size: int, packing: Packing
+) -> tuple[list[MicroBatch], int]:
+    """Read windows into the first rows of micro-batches of `shape` = (A, B); the other rows are padding.
+
+    Returns:
+        The micro-batches, and how many targets count.
+    """
     num_micro_batches, micro_batch_size = shape
     windows = np.zeros((num_micro_batches * micro_batch_size, seq_len + 1), np.int64)
     for row, (source, window) in enumerate(reads):
@@ -266,8 +282,17 @@ def _read_micro_batches(
     _check_ids(windows, reads, seq_len, vocab_size)
     tokens = torch.from_numpy(windows[:, :-1].copy()).split(micro_batch_size)
     windows[len(reads) :] = IGNORE
-    targets = torch.from_numpy(windows[:, 1:].copy()).split(micro_batch_size)
-    return [MicroBatch(*pair) for pair in zip(tokens, targets, strict=True)]
+    targets = windows[:, 1:].copy()
+    num_targets = len(reads) * seq_len
+    positions: Sequence[Tensor | None] = [None] * num_micro_batches
+    if packing.needs_documents:
+        starts = [source.document_starts(window, seq_len) for source, window in reads]
+        starts += [np.empty(0, np.int64)] * (len(windows) - len(reads))
+        num_targets -= drop_targets(targets, starts, packing)
+        if packing.mask_documents:
+            positions = torch.from_numpy(document_positions(starts, seq_len)).split(micro_batch_size)
+    parts = zip(tokens, torch.from_numpy(targets).split(micro_batch_size), positions, strict=True)
+    return [MicroBatch(*part) for part in parts], num_targets
 
 
 def _check_ids(windows: np.ndarray, reads: Sequence[tuple[TokenSource, int]], seq_len: int, vocab_size: int) -> None:

@@ -19,6 +19,13 @@ there, and every rank, on any number of ranks, evaluates the same one.
        epoch  = rank // num_windows
        window = permutation(seed, source, epoch)[rank % num_windows]
 
+The mixture may change at any sample. A phase starts a block of its own there, and goes on counting each source where
+the phases before have left it; what they have used up follows from their lengths, block by block, without replaying:
+
+       sample index    0 ............. 4095 | 4096 ... 4999 | 5000 ............. 9095 | 9096 ...
+       phase           0                                    | 1
+       per block       A 3072, B 768, C 256 | cut short     | A 2048, D 2048          |
+
 The permutation is computed a point at a time with a small cipher whose domain is the windows: the generalised
 Feistel network of Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 5, made to
 fit exactly with their cycle walking, section 4. An index x below n is split into two digits of base
@@ -64,30 +71,71 @@ class Location:
     window: np.ndarray
 
 
-class SampleOrder:
-    """The order for given sources, weights and seed.
+@dataclass(frozen=True)
+class Phase:
+    """A mixture of sources from a sample on, until the next phase.
 
     Attributes:
-        counts: samples of each source in a block of 4,096: int64 [num_sources].
+        first_sample: index of its first sample.
+        sources: positions in the list of all sources, each once.
+        weights: share of the samples that each of them gets, in any unit.
     """
 
-    def __init__(self, num_windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
+    first_sample: int
+    sources: Sequence[int]
+    weights: Sequence[float]
+
+    def weight_of(self, source: int) -> float:
+        """The weight of a source, 0 for one that the phase does not use."""
+        return self.weights[self.sources.index(source)] if source in self.sources else 0.0
+
+
+class SampleOrder:
+    """The order for given sources, weights and seed, and for the phases that follow.
+
+    Attributes:
+        num_sources: of all phases together.
+    """
+
+    def __init__(
+        self, num_windows: Sequence[int], weights: Sequence[float], seed: int, later_phases: Sequence[Phase] = ()
+    ) -> None:
         """Args:
             num_windows: windows of each source, at least 1.
-            weights: share of the samples that each source gets, in any unit.
+            weights: share of the samples that each of the first `len(weights)` sources gets from sample 0 on, in any
+                unit.
             seed: any integer; only its lowest 64 bits count.
+            later_phases: in the order of their first samples, which differ. Costs the layout of one block each.
 
         Raises:
-            DataError: no source, more than 4,096, or a weight that is not a positive number.
+            DataError: no source, more than 4,096, a weight that is not a positive number, or a phase that does not
+                start after the one before.
         """
-        assert len(num_windows) == len(weights) and min(num_windows, default=1) >= 1
-        self.counts = samples_per_block(weights)
-        self._num_windows = np.array(num_windows, np.uint64)
+        assert min(num_windows, default=1) >= 1
+        phases = [Phase(0, range(len(weights)), weights), *later_phases]
+        assert {source for phase in phases for source in phase.sources} == set(range(len(num_windows)))
+        self.num_sources = len(num_windows)
         self._seed = seed
-        # A block before it is shuffled: source 0 repeated, then source 1, …
-        self._sorted_sources = np.repeat(np.arange(len(weights)), self.counts)
-        starts = np.cumsum(self.counts) - self.counts
-        self._sorted_ranks = np.arange(BLOCK_SAMPLES) - np.repeat(starts, self.counts)
+        self._num_windows = np.array(num_windows, np.int64)
+        self._mixtures: list[_Mixture] = []
+        self._first_samples = np.array([phase.first_sample for phase in phases], np.int64)
+        if (np.diff(self._first_samples) <= 0).any():
+            raise DataError(f"phases start at samples {self._first_samples.tolist()}; ascending numbers expected")
+        used = np.zeros(len(num_windows), np.int64)
+        for number, phase in enumerate(phases):
+            if number > 0:
+                length = phase.first_sample - phases[number - 1].first_sample
+                used = used + self._mixtures[-1].samples_of_sources(length)
+            self._mixtures.append(_Mixture(phase, number, used, seed))
+
+    def counts(self, phase: int = 0) -> np.ndarray:
+        """Samples of each source in a block of 4,096 of a phase: int64 [num_sources]."""
+        return self._mixtures[phase].counts
+
+    def samples_of_sources(self, num_samples: int) -> np.ndarray:
+        """How many of the first `num_samples` samples each source gets, exactly: int64 [num_sources]."""
+        mixture = self._mixtures[int(np.searchsorted(self._first_samples, num_samples, side="right")) - 1]
+        return mixture.used + mixture.samples_of_sources(num_samples - mixture.first_sample)
 
     def locate(self, samples: np.ndarray) -> Location:
         """Evaluate the order at sample indices of any shape, number and sequence.
@@ -95,22 +143,63 @@ class SampleOrder:
         Costs about 0.1 ms for each block of 4,096 that the samples touch, and 1 µs a sample.
         """
         shape = np.shape(samples)
-        blocks, positions = np.divmod(np.asarray(samples, np.int64).reshape(-1), BLOCK_SAMPLES)
-        source = np.empty_like(blocks)
-        rank = np.empty_like(blocks)
+        flat = np.asarray(samples, np.int64).reshape(-1)
+        source, rank = np.empty_like(flat), np.empty_like(flat)
+        phases = np.searchsorted(self._first_samples, flat, side="right") - 1
+        for phase in np.unique(phases):
+            here = np.flatnonzero(phases == phase)
+            source[here], rank[here] = self._mixtures[phase].locate(flat[here])
+        epoch, index = np.divmod(rank, self._num_windows[source])
+        key = _derive_key(self._seed, _WINDOW_ORDER, source, epoch)
+        window = permute(index, self._num_windows[source], key)
+        return Location(source.reshape(shape), epoch.reshape(shape), window.reshape(shape))
+
+
+class _Mixture:
+    """A phase's blocks of 4,096 samples.
+
+    Attributes:
+        first_sample: where the phase starts.
+        used: samples of each source in all phases before: int64 [num_sources].
+        counts: samples of each source in a block: int64 [num_sources].
+    """
+
+    def __init__(self, phase: Phase, number: int, used: np.ndarray, seed: int) -> None:
+        self.first_sample = phase.first_sample
+        self.used = used
+        self.counts = np.zeros_like(used)
+        self.counts[list(phase.sources)] = samples_per_block(phase.weights)
+        self._seed = seed
+        # Phase 0 has the keys that a run without phases has.
+        self._number = () if number == 0 else (number,)
+        # A block before it is shuffled: source 0 repeated, then source 1, …
+        self._sorted_sources = np.repeat(np.arange(len(used)), self.counts)
+        starts = np.cumsum(self.counts) - self.counts
+        self._sorted_ranks = np.arange(BLOCK_SAMPLES) - np.repeat(starts, self.counts)
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, samples of it earlier in the run) of samples of this phase: two int64 [N]."""
+        blocks, positions = np.divmod(samples - self.first_sample, BLOCK_SAMPLES)
+        source, rank = np.empty_like(blocks), np.empty_like(blocks)
         for block in np.unique(blocks):
             here = blocks == block
             block_sources, block_ranks = self._lay_out_block(int(block))
             source[here] = block_sources[positions[here]]
             rank[here] = block * self.counts[source[here]] + block_ranks[positions[here]]
-        epoch, index = np.divmod(rank, self._num_windows[source].astype(np.int64))
-        key = _derive_key(self._seed, _WINDOW_ORDER, source, epoch)
-        window = permute(index, self._num_windows[source], key)
-        return Location(source.reshape(shape), epoch.reshape(shape), window.reshape(shape))
+        return source, self.used[source] + rank
+
+    def samples_of_sources(self, num_samples: int) -> np.ndarray:
+        """How many of this phase's first `num_samples` samples each source gets: int64 [num_sources]."""
+        block, remainder = divmod(num_samples, BLOCK_SAMPLES)
+        result = block * self.counts
+        if remainder:
+            result += np.bincount(self._lay_out_block(block)[0][:remainder], minlength=len(result))
+        return result
 
     def _lay_out_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """(source, samples of it earlier in the block) of each position: two int64 [4096]."""
-        keys = _mix(_derive_key(self._seed, _SOURCE_ORDER, block) + _count(BLOCK_SAMPLES) * _GOLDEN)
+        block_key = _derive_key(self._seed, _SOURCE_ORDER, block, *self._number)
+        keys = _mix(block_key + _count(BLOCK_SAMPLES) * _GOLDEN)
         sources = self._sorted_sources[np.argsort(keys, kind="stable")]
         ranks = np.empty_like(sources)
         # A stable sort lists the positions of source 0 in order, then those of source 1, …

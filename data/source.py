@@ -9,6 +9,8 @@ The last token of a read is only ever a target, so that every token but the very
 epoch (apart from a remainder of fewer than seq_len tokens at the end).
 """
 
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +40,9 @@ class TokenSource:
         self.name = path.name
         if manifest is not None and path.name == manifest.split:
             self.name = path.absolute().parent.name
-        # Token at which each shard starts, and the total: int64 [num_shards + 1].
-        self._starts = np.cumsum([0] + [shard.num_tokens for shard in shards])
-        self.num_tokens = int(self._starts[-1])
+        # Token at which each shard starts, and the total. A list, since single numbers of an array are slow to get.
+        self._starts = list(accumulate((shard.num_tokens for shard in shards), initial=0))
+        self.num_tokens = self._starts[-1]
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenSource":
@@ -85,19 +87,37 @@ class TokenSource:
         shard = self._shard_of(start)
         filled = 0
         while start < stop:
-            shard_start = int(self._starts[shard])
-            shard_stop = min(stop, int(self._starts[shard + 1]))
+            shard_start = self._starts[shard]
+            shard_stop = min(stop, self._starts[shard + 1])
             count = shard_stop - start
             out[filled : filled + count] = self.shards[shard].read(start - shard_start, shard_stop - shard_start)
             filled += count
             start = shard_stop
             shard += 1
 
+    def document_starts(self, window: int, seq_len: int) -> np.ndarray:
+        """Where documents start, counted from the window's first token, which is left out: int64 [N], ascending.
+
+        From 1 to seq_len + 1: whether the last target ends its document is known by the token behind it. The end of the
+        source counts as a start, and a token may be listed more than once.
+        """
+        start = window * seq_len
+        shard, stop = self._shard_of(start), start + seq_len + 2
+        found = []
+        while shard < len(self.shards) and (shard_start := self._starts[shard]) < stop:
+            first = max(start + 1 - shard_start, 0)
+            last = min(stop - shard_start, self.shards[shard].num_tokens)
+            found.append(self.shards[shard].document_starts(first, last) + (shard_start - start))
+            shard += 1
+        if stop > self.num_tokens:
+            found.append(np.array([self.num_tokens - start]))
+        return found[0] if len(found) == 1 else np.concatenate(found)
+
     def describe_offset(self, token_offset: int) -> str:
         """Where token `token_offset` of the source is: "FILE: token N", counted within that file."""
         shard = self._shard_of(token_offset)
-        return f"{bin_path(self.shards[shard].prefix)}: token {token_offset - int(self._starts[shard]):,}"
+        return f"{bin_path(self.shards[shard].prefix)}: token {token_offset - self._starts[shard]:,}"
 
     def _shard_of(self, token_offset: int) -> int:
-        # side="right" steps over empty shards, which start where their successor does.
-        return int(np.searchsorted(self._starts, token_offset, side="right")) - 1
+        # From the right: steps over empty shards, which start where their successor does.
+        return bisect_right(self._starts, token_offset) - 1

@@ -130,8 +130,8 @@ class PendingReport:
         global_norm = grad_norm[0] if grad_norm[0] >= 0 or math.isnan(grad_norm[0]) else total
         unclip = global_norm / total if total > 0 else 1.0
         return StepReport(
-            loss=sum(loss_sum) / targets,
-            z_loss=sum(z_sum) / targets,
+            loss=sum(loss_sum) / max(targets, 1),
+            z_loss=sum(z_sum) / max(targets, 1),
             num_targets=targets,
             grad_norm=global_norm,
             group_grad_norms={name: norm * unclip for name, norm in zip(self._group_names, clipped, strict=True)},
@@ -392,7 +392,8 @@ class Engine:
         forward_seconds = self._forward_watch.take()
         num_targets = torch.full((), float(batch.num_targets), device=self.device)
         dist.all_reduce(num_targets)
-        scale = self.world_size / num_targets
+        # Documents of one token have no target, and a batch may hold nothing else.
+        scale = self.world_size / num_targets.clamp(min=1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         z_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, micro_batch in enumerate(batch.micro_batches):
@@ -439,7 +440,7 @@ class Engine:
         sums = torch.stack([loss_sum, torch.full_like(loss_sum, num_targets)])
         dist.all_reduce(sums)
         total_loss, total_targets = sums.tolist()
-        return float(total_loss / total_targets)
+        return float(total_loss / max(total_targets, 1))
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> whole shape of every parameter (ZeRO-3 hides it behind an empty tensor)."""
@@ -451,7 +452,10 @@ class Engine:
         targets = micro_batch.targets.to(self.device, non_blocking=True)
         if self._control and self.module.training:
             self._control.before_micro_batch(targets)
-        objective, cross_entropy, z_loss = self._engine(tokens, targets, self._config.train.z_loss)
+        positions = None
+        if micro_batch.positions is not None:
+            positions = micro_batch.positions.to(self.device, non_blocking=True)
+        objective, cross_entropy, z_loss = self._engine(tokens, targets, self._config.train.z_loss, positions)
         return objective, cross_entropy, z_loss
 
     def _set_rates(self, rates: dict[str, float]) -> None:

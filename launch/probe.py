@@ -3,6 +3,7 @@
 Queries, keys and values are computed in fp32, in one spare attention layer that takes the fp32 masters of each layer in
 turn: no hook, no compiled code and no cast of the training step is involved, at any ZeRO stage. (A step can be smaller
 than the rounding of the bf16 weights, so those would not show it.) Only what goes into the layers is the model's own.
+Each sequence counts as one document, also where training keeps attention inside documents (data.mask_documents).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from launch.engine import Engine
 from launch.errors import RunError
 from launch.run_folder import RunFolder, begin_run, finished_step, fixed_differences
 from launch.topology import Topology
-from launch.training_data import TrainingData, describe_data
+from launch.training_data import TrainingData, describe_data, past_phases, sequence_length
 
 log = logging.getLogger(__name__)
 
@@ -114,16 +114,28 @@ def describe_batch(config: Config, geometry: BatchGeometry) -> str:
 def _checked_resume(checkpoint: Path, config: Config, data: TrainingData) -> Start:
     state = read_state(checkpoint)
     _check_tokenizer(checkpoint, state, data)
-    problems = fixed_differences(read_config(checkpoint).model_dump(mode="json"), config.model_dump(mode="json"))
-    for index, (source, saved) in enumerate(zip(data.sources, state.data_fingerprints, strict=False)):
-        if saved != data.fingerprints[index]:
-            problems.append(f"data.sources.{index}: {source.path} holds other data than the run was trained on")
+    saved_config = read_config(checkpoint)
+    problems = fixed_differences(saved_config.model_dump(mode="json"), config.model_dump(mode="json"))
+    num_first = len(config.data.sources)  # those of later phases may change until they are used
+    for key, source, ours, saved in zip(
+        data.source_keys[:num_first], data.sources, data.fingerprints, state.data_fingerprints, strict=False
+    ):
+        if saved != ours:
+            problems.append(f"{key}: {source.path} holds other data than the run was trained on")
+    before = past_phases(saved_config, state.data_fingerprints, state.consumed_samples)
+    after = past_phases(config, data.fingerprints, state.consumed_samples)
+    if before != after:
+        problems.append(
+            f"data.phases: of the {state.consumed_samples * sequence_length(config):,} tokens trained so far they "
+            f"decided: {'; '.join(before) or 'nothing'}; and now: {'; '.join(after) or 'nothing'}; only phases that "
+            "begin later may change"
+        )
     if problems:
         raise RunError(
             f"{checkpoint} is of another model or data: {'; '.join(problems)}. "
             "To start a new run from its weights, set run.init_from instead"
         )
-    saved_optimizer = read_config(checkpoint).optim.name
+    saved_optimizer = saved_config.optim.name
     if saved_optimizer != config.optim.name:
         raise RunError(
             f"{checkpoint} holds the state of optim.name={saved_optimizer}, which is of no use to optim.name="

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from configs.schema import Config
 from data.errors import DataError
 from data.indexed import bin_path
 from data.loader import BatchGeometry, MicroBatch, StepLoader, derive_accumulation, validation_batches
-from data.order import SampleOrder
+from data.order import Phase, SampleOrder
+from data.packing import Packing
 from data.source import TokenSource
 
 _FINGERPRINT_PIECES = 64
@@ -28,7 +30,8 @@ class TrainingData:
     """Opened sources.
 
     Attributes:
-        sources: training sources, in the configuration's order; val_sources: validation sets by name.
+        sources: training sources of all phases, see `list_sources`; val_sources: validation sets by name.
+        source_keys: of each training source, the key under which it is first configured.
         order: which sample comes when.
         num_token_ids: ids that data may hold (the tokenizer's vocabulary, or the model's for foreign shards).
         tokenizer: path of the tokenizer's file; None for foreign shards without data.tokenizer.
@@ -37,6 +40,7 @@ class TrainingData:
     """
 
     sources: list[TokenSource]
+    source_keys: list[str]
     val_sources: dict[str, TokenSource]
     order: SampleOrder
     num_token_ids: int
@@ -53,9 +57,10 @@ def open_data(config: Config) -> tuple[TrainingData, Config]:
     """
     seq_len = sequence_length(config)
     problems: list[str] = []
+    paths, phases = list_sources(config)
     sources: list[TokenSource] = []
-    for index, entry in enumerate(config.data.sources):
-        sources += _open(f"data.sources.{index}.path", entry.path, seq_len, problems)
+    for key, path in paths.items():
+        sources += _open(f"{key}.path", path, seq_len, problems)
     val_sources: dict[str, TokenSource] = {}
     for name, path in config.data.val_sources.items():
         for source in _open(f"data.val_sources.{name}", path, seq_len, problems):
@@ -65,15 +70,63 @@ def open_data(config: Config) -> tuple[TrainingData, Config]:
     opened = [*sources, *val_sources.values()]
     tokenizer, sha256 = _common_tokenizer(config, opened)
     vocab_size, num_token_ids = _vocabulary(config, opened)
-    weights = [entry.weight for entry in config.data.sources]
-    order = SampleOrder([source.num_windows(seq_len) for source in sources], weights, config.run.seed)
+    num_windows = [source.num_windows(seq_len) for source in sources]
+    order = SampleOrder(num_windows, phases[0].weights, config.run.seed, phases[1:])
     fingerprints = tuple(fingerprint(source) for source in sources)
-    data = TrainingData(sources, val_sources, order, num_token_ids, tokenizer, sha256, fingerprints)
+    data = TrainingData(sources, list(paths), val_sources, order, num_token_ids, tokenizer, sha256, fingerprints)
     model = config.model.model_copy(update={"vocab_size": vocab_size})
     eod_ids = [source.manifest.eod_id for source in opened if source.manifest is not None]
     eod_id = config.data.eod_id if config.data.eod_id is not None else next(iter(eod_ids), None)
     chosen = config.data.model_copy(update={"eod_id": eod_id})
     return data, config.model_copy(update={"model": model, "data": chosen})
+
+
+def list_sources(config: Config) -> tuple[dict[str, str], list[Phase]]:
+    """The sources of all phases, and the phases, of which data.sources is the first.
+
+    A phase that names a path again goes on with the source that had it before; the n-th mention within a phase with the
+    n-th one.
+
+    Returns:
+        Key (`data.sources.0`, `data.phases.0.sources.1`) -> path of each source, in the order of appearance; and the
+        phases with positions in it.
+    """
+    entries = [("data.sources", 0, config.data.sources)]
+    for index, later in enumerate(config.data.phases):
+        first_sample = -(-later.start_tokens // sequence_length(config))
+        entries.append((f"data.phases.{index}.sources", first_sample, later.sources))
+    paths: dict[str, str] = {}
+    phases: list[Phase] = []
+    positions: dict[tuple[str, int], int] = {}
+    for key, first_sample, sources in entries:
+        mentions: Counter[str] = Counter()
+        chosen = []
+        for index, source in enumerate(sources):
+            mention = (source.path, mentions[source.path])
+            mentions[source.path] += 1
+            if mention not in positions:
+                positions[mention] = len(paths)
+                paths[f"{key}.{index}"] = source.path
+            chosen.append(positions[mention])
+        phases.append(Phase(first_sample, tuple(chosen), tuple(source.weight for source in sources)))
+    return paths, phases
+
+
+def past_phases(config: Config, fingerprints: Sequence[str], consumed_samples: int) -> list[str]:
+    """What `data.phases` has decided of the first samples, a text for each phase, to be compared with another's.
+
+    A source is told by its number, which says where it was used before, and by its fingerprint.
+    """
+    _, phases = list_sources(config)
+    texts = []
+    for phase in phases[1:]:
+        if phase.first_sample < consumed_samples:
+            sources = ", ".join(
+                f"source {number} ({fingerprints[number][:8]}) with weight {weight:g}"
+                for number, weight in zip(phase.sources, phase.weights, strict=True)
+            )
+            texts.append(f"from token {phase.first_sample * sequence_length(config):,} {sources}")
+    return texts
 
 
 def sequence_length(config: Config) -> int:
@@ -103,11 +156,15 @@ def training_batches(
         first_sample=first_sample,
         vocab_size=data.num_token_ids,
         pin_for=device if device.type == "cuda" else None,
+        packing=_packing(config),
     )
 
 
 def probe_batch(data: TrainingData, config: Config) -> torch.Tensor:
-    """Tokens (B, T) of the first training samples, on which attention is measured; the same on all ranks."""
+    """Tokens (B, T) of the first training samples, on which attention is measured; the same on all ranks.
+
+    Documents in it are not masked, whatever data.mask_documents says.
+    """
     num_sequences, seq_len = config.monitor.probe_sequences, sequence_length(config)
     located = data.order.locate(np.arange(num_sequences))
     windows = np.empty((num_sequences, seq_len + 1), np.int64)
@@ -128,7 +185,12 @@ def fixed_batches(
         rank=rank,
         world_size=geometry.world_size,
         vocab_size=data.num_token_ids,
+        packing=_packing(config),
     )
+
+
+def _packing(config: Config) -> Packing:
+    return Packing(config.data.mask_documents, config.data.eod_loss)
 
 
 def fingerprint(source: TokenSource) -> str:
@@ -154,16 +216,28 @@ def fingerprint(source: TokenSource) -> str:
 
 
 def describe_data(data: TrainingData, config: Config) -> list[str]:
-    """A line per source: its tokens, and how many epochs of it the run will use."""
+    """A line per source: its tokens, and how much of it the run uses; a line per phase, if there are several."""
     seq_len = sequence_length(config)
     steps = config.train.stop_step or config.train.steps
-    total = steps * config.train.global_batch_tokens
+    samples_per_step = config.train.global_batch_tokens // seq_len
+    num_samples = steps * samples_per_step
+    used = data.order.samples_of_sources(num_samples)
     lines = []
-    for source, count in zip(data.sources, data.order.counts, strict=True):
-        share = count / data.order.counts.sum()
-        epochs = total * share / (source.num_windows(seq_len) * seq_len)
+    for source, samples in zip(data.sources, used.tolist(), strict=True):
         lines.append(
-            f"data {source.name}: {source.num_tokens:,} tokens, {share:.1%} of the samples, {epochs:.2f} epochs"
+            f"data {source.name}: {source.num_tokens:,} tokens; the run uses {samples * seq_len:,}, "
+            f"{samples / num_samples:.1%} of its tokens, in {samples / source.num_windows(seq_len):.2f} epochs"
+        )
+    _, phases = list_sources(config)
+    for number, phase in enumerate(phases if len(phases) > 1 else []):
+        counts = data.order.counts(number)
+        shares = ", ".join(
+            f"{data.sources[source].name} {counts[source] / counts.sum():.1%}" for source in phase.sources
+        )
+        reached = "" if phase.first_sample < num_samples else ", which the run does not reach"
+        lines.append(
+            f"data phase {number}, from token {phase.first_sample * seq_len:,} "
+            f"(step {phase.first_sample // samples_per_step:,}){reached}: {shares}"
         )
     for name, source in data.val_sources.items():
         lines.append(f"validation {name}: {source.num_tokens:,} tokens")

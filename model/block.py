@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from configs.schema import ModelConfig
 from model.attention import ATTENTION
 from model.attention.cache import LayerCache
+from model.attention.documents import Documents
 from model.feed_forward import FeedForward
 from model.norm import RMSNorm
 
@@ -24,6 +25,12 @@ class Block(nn.Module):
         self.feed_forward_norm = RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, cache)
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, cache, documents)
         return x_BTD + self.feed_forward(self.feed_forward_norm(x_BTD))

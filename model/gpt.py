@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from configs.schema import ModelConfig
 from model.attention.cache import Cache
+from model.attention.documents import Documents
 from model.attention.rotary import rotary_table
 from model.block import Block
 from model.embedding import Embedding, OutputHead
@@ -61,7 +62,11 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(
-        self, tokens_BT: Tensor, targets_BT: Tensor, z_loss_weight: float = 0.0
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        z_loss_weight: float = 0.0,
+        positions_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Loss sums over the targets other than -100, in fp32.
 
@@ -71,6 +76,8 @@ class GPT(nn.Module):
             tokens_BT: token ids; T is at most max_seq_len.
             targets_BT: the token that follows each one, or -100 where there is no loss.
             z_loss_weight: weight of logsumexp(logits)² in the objective.
+            positions_BT: each token's position in its document, from 0 on: attention stays within documents. None:
+                each row is one document.
 
         Returns:
             The objective to differentiate (cross-entropy + z_loss_weight * z-loss), and the cross-entropy and
@@ -79,18 +86,25 @@ class GPT(nn.Module):
         Raises:
             ValueError: T is larger than max_seq_len.
         """
-        return self.head(self._hidden(tokens_BT), targets_BT, z_loss_weight)
+        return self.head(self._hidden(tokens_BT, positions_BT=positions_BT), targets_BT, z_loss_weight)
 
-    def logits(self, tokens_BT: Tensor, cache: Cache | None = None, last_only: bool = False) -> Tensor:
+    def logits(
+        self,
+        tokens_BT: Tensor,
+        cache: Cache | None = None,
+        last_only: bool = False,
+        positions_BT: Tensor | None = None,
+    ) -> Tensor:
         """Scores of the next token at every position (B, T, V), or only at the last one (B, 1, V).
 
         With a cache, the tokens continue the cached positions and are added to the cache. Caches are for use
-        under `torch.no_grad()`: with gradients on, every cached step would keep its graph alive.
+        under `torch.no_grad()`: with gradients on, every cached step would keep its graph alive. `positions_BT` is as
+        in `forward`, and does not go with a cache.
 
         Raises:
             ValueError: the context would be larger than max_seq_len or than the cache.
         """
-        hidden_BTD = self._hidden(tokens_BT, cache)
+        hidden_BTD = self._hidden(tokens_BT, cache, positions_BT)
         return self.head(hidden_BTD[:, -1:] if last_only else hidden_BTD)
 
     def new_cache(
@@ -113,12 +127,15 @@ class GPT(nn.Module):
         blocks = cast("Iterable[Block]", self.blocks)
         return Cache([block.attention.new_cache(batch_size, length, dtype, device) for block in blocks], length)
 
-    def rotary(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """The rotary table of some positions, as the attention layers take it."""
-        return rotary_table(positions_T, self.rotary_dim, self.config.rope_theta)
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rotary table of positions (T) or (B, T), as the attention layers take it."""
+        return rotary_table(positions, self.rotary_dim, self.config.rope_theta)
 
     def attention_inputs(self, tokens_BT: Tensor) -> Iterator[Tensor]:
-        """What the attention of each block gets (B, T, D), block by block, without compiled code."""
+        """What the attention of each block gets (B, T, D), block by block, without compiled code.
+
+        Each row is one document.
+        """
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         rotary = self.rotary(positions_T)
         x_BTD = self.embedding(tokens_BT)
@@ -131,7 +148,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             block.compile()
 
-    def _hidden(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
+    def _hidden(self, tokens_BT: Tensor, cache: Cache | None = None, positions_BT: Tensor | None = None) -> Tensor:
         """The output head's inputs (B, T, D)."""
         start = cache.length if cache is not None else 0
         end = start + tokens_BT.shape[1]
@@ -139,16 +156,22 @@ class GPT(nn.Module):
         if end > max_length:
             raise ValueError(f"{end} tokens are more than the longest context of {max_length}")
 
-        positions_T = torch.arange(start, end, device=tokens_BT.device)
-        rotary = self.rotary(positions_T)
+        documents: Documents | None = None
+        if positions_BT is None:
+            rotary = self.rotary(torch.arange(start, end, device=tokens_BT.device))
+        else:
+            assert cache is None, "documents do not go with a cache"
+            rotary = self.rotary(positions_BT)
+            documents = Documents.of(positions_BT, has_sink=self.config.attention.sink)
         x_BTD = self.embedding(tokens_BT)
         layer_caches = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
             if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
                 # Nothing in a block is random, so there is no generator state to save.
-                x_BTD = checkpoint(block, x_BTD, rotary, use_reentrant=False, preserve_rng_state=False)
+                arguments = (x_BTD, rotary, None, documents)
+                x_BTD = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_BTD = block(x_BTD, rotary, layer_cache)
+                x_BTD = block(x_BTD, rotary, layer_cache, documents)
         return self.final_norm(x_BTD)
 
 

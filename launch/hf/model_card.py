@@ -14,7 +14,7 @@ from data.source import TokenSource
 from launch.checkpoint_files import TrainingState
 from launch.hf.architecture import OWN, choose_architecture
 from launch.hf.layouts import Shapes
-from launch.training_data import fingerprint
+from launch.training_data import fingerprint, list_sources, sequence_length
 
 PICTURE = "loss.png"
 _Records = list[dict[str, Any]]
@@ -217,9 +217,14 @@ def _data(config: Config, state: TrainingState) -> str:
         "| source | weight | documents | tokens | fingerprint |",
         "|---|---|---|---|---|",
     ]
-    for source, saved in zip(config.data.sources, state.data_fingerprints, strict=False):
-        documents, tokens = _counts(source.path, saved)
-        lines.append(f"| {_short(source.path)} | {source.weight:g} | {documents} | {tokens} | `{saved}` |")
+    paths, phases = list_sources(config)
+    for number, (path, saved) in enumerate(zip(paths.values(), state.data_fingerprints, strict=False)):
+        documents, tokens = _counts(path, saved)
+        weights = ", then ".join(f"{phase.weight_of(number):g}" for phase in phases)
+        lines.append(f"| {_short(path)} | {weights} | {documents} | {tokens} | `{saved}` |")
+    if len(phases) > 1:
+        changes = ", ".join(f"{phase.first_sample * sequence_length(config):,}" for phase in phases[1:])
+        lines += ["", f"The weights change after so many tokens: {changes}."]
     if state.tokenizer_sha256 is not None:
         lines += ["", f"Tokenizer: SHA-256 `{state.tokenizer_sha256}`."]
     return "\n".join(lines) + "\n"

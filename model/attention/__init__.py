@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from configs.schema import ModelConfig
 from model.attention.cache import LayerCache
+from model.attention.documents import Documents
 from model.attention.mha import MultiHeadAttention
 from model.attention.mla import MultiHeadLatentAttention
 from model.parameters import Kind
@@ -37,16 +38,29 @@ class Attention(Protocol):
         """An empty cache of this layer."""
 
     def project(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], first_position: int = 0
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        first_position: int = 0,
+        positions_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, V), with norms and rotation applied.
 
-        With Scalable-Softmax the queries are scaled for positions from `first_position` on, so that q·k / sqrt(K) are
-        the logits as the softmax or its cap gets them.
+        With Scalable-Softmax the queries are scaled for positions from `first_position` on, or for those given, so that
+        q·k / sqrt(K) are the logits as the softmax or its cap gets them.
         """
 
-    def __call__(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
-        """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D)."""
+    def __call__(
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D).
+
+        With documents, for whose positions `rotary` then is, it attends within them. They do not go with a cache.
+        """
 
 
 ATTENTION: dict[str, Callable[[ModelConfig], Attention]] = {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from configs.schema import ModelConfig
 from model.attention.cache import LayerCache
 from model.attention.causal import causal_attention
+from model.attention.documents import Documents
 from model.attention.rotary import apply_rotary
 from model.attention.sink import sink_spec
 from model.attention.softmax_scale import SoftmaxScale
@@ -75,7 +76,11 @@ class MultiHeadAttention(nn.Module):
         return LayerCache([(self.num_kv_heads, self.head_dim)] * 2, batch_size, num_positions, dtype, device)
 
     def project(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], first_position: int = 0
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        first_position: int = 0,
+        positions_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, K), keys and values (B, G, T, K), with norms, rotation and Scalable-Softmax applied."""
         B, T, _ = x_BTD.shape
@@ -87,19 +92,29 @@ class MultiHeadAttention(nn.Module):
         q_BTHK, k_BTGK = apply_rotary(q_BTHK, rotary), apply_rotary(k_BTGK, rotary)
         q_BHTK = q_BTHK.transpose(1, 2)
         if self.softmax_scale is not None:
-            q_BHTK = self.softmax_scale(q_BHTK, first_position)
+            q_BHTK = self.softmax_scale(q_BHTK, first_position, positions_BT)
         return q_BHTK, k_BTGK.transpose(1, 2), v_BTGK.transpose(1, 2)
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
-        """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D)."""
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D).
+
+        With documents, for whose positions `rotary` then is, it attends within them. They do not go with a cache.
+        """
         first_position = 0 if cache is None else cache.length
-        q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, rotary, first_position)
+        positions_BT = None if documents is None else documents.positions_BT
+        q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, rotary, first_position, positions_BT)
         if cache is not None:
             k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
             k_BGSK, v_BGSK = k_BGSK.to(q_BHTK.dtype), v_BGSK.to(q_BHTK.dtype)
         if self.logit_maxima is not None and self.training:
-            self.logit_maxima.update(q_BHTK, k_BGSK)
-        out_BHTK = causal_attention(q_BHTK, k_BGSK, v_BGSK, self.softcap, self.sink)
+            self.logit_maxima.update(q_BHTK, k_BGSK, positions_BT)
+        out_BHTK = causal_attention(q_BHTK, k_BGSK, v_BGSK, self.softcap, self.sink, documents)
         out_BTX = out_BHTK.transpose(1, 2).flatten(2)
         if self.gate is not None:
             out_BTX = out_BTX * self.gate(x_BTD).sigmoid()

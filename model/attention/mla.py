@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from configs.schema import ModelConfig
 from model.attention.cache import LayerCache
 from model.attention.causal import causal_attention
+from model.attention.documents import Documents
 from model.attention.rotary import apply_rotary
 from model.attention.sink import sink_spec
 from model.attention.softmax_scale import SoftmaxScale
@@ -149,20 +150,32 @@ class MultiHeadLatentAttention(nn.Module):
         return LayerCache(shapes, batch_size, num_positions, dtype, device)
 
     def project(
-        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], first_position: int = 0
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        first_position: int = 0,
+        positions_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys (B, H, T, K) and values (B, H, T, V), with norms, rotation and Scalable-Softmax applied."""
         c_kv_BTC, k_rope_BT1R = self._compress(x_BTD)
         k_BHTK, v_BHTV = self._keys_and_values(c_kv_BTC, k_rope_BT1R, rotary)
-        return self._queries(x_BTD, rotary, first_position), k_BHTK, v_BHTV
+        return self._queries(x_BTD, rotary, first_position, positions_BT), k_BHTK, v_BHTV
 
-    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: LayerCache | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D).
 
+        With documents, for whose positions `rotary` then is, it attends within them. They do not go with a cache.
         With a cache, weights are read outside the forward pass of the modules that hold them, so they must be whole.
         """
         first_position = 0 if cache is None else cache.length
-        q_BHTK = self._queries(x_BTD, rotary, first_position)
+        positions_BT = None if documents is None else documents.positions_BT
+        q_BHTK = self._queries(x_BTD, rotary, first_position, positions_BT)
         c_kv_BTC, k_rope_BT1R = self._compress(x_BTD)
         cached = [] if cache is None else cache.append(*self._cache_rows(c_kv_BTC, k_rope_BT1R, rotary))
         if first_position > 0:
@@ -170,14 +183,16 @@ class MultiHeadLatentAttention(nn.Module):
         else:
             k_BHTK, v_BHTV = self._keys_and_values(c_kv_BTC, k_rope_BT1R, rotary)
             if self.logit_maxima is not None and self.training:
-                self.logit_maxima.update(q_BHTK, k_BHTK)
-            out_BHTV = causal_attention(q_BHTK, k_BHTK, v_BHTV, self.softcap, self.sink)
+                self.logit_maxima.update(q_BHTK, k_BHTK, positions_BT)
+            out_BHTV = causal_attention(q_BHTK, k_BHTK, v_BHTV, self.softcap, self.sink, documents)
         out_BTX = out_BHTV.transpose(1, 2).flatten(2)
         if self.gate is not None:
             out_BTX = out_BTX * self.gate(x_BTD).sigmoid()
         return self.output(out_BTX)
 
-    def _queries(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], first_position: int) -> Tensor:
+    def _queries(
+        self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], first_position: int, positions_BT: Tensor | None
+    ) -> Tensor:
         """(B, H, T, K), with norm, rotation and Scalable-Softmax applied."""
         c_q_BTQ = x_BTD if self.query_down is None else self.query_down(x_BTD)
         if self.query_latent_norm is not None:
@@ -185,7 +200,9 @@ class MultiHeadLatentAttention(nn.Module):
         q_nope_BTHN = self.query_up(c_q_BTQ).unflatten(-1, (self.num_heads, self.sizes.nope_dim))
         q_rope_BTHR = self.query_rope(c_q_BTQ).unflatten(-1, (self.num_heads, self.sizes.rope_dim))
         q_BHTK = self._join(q_nope_BTHN, q_rope_BTHR, self.query_norm, rotary)
-        return q_BHTK if self.softmax_scale is None else self.softmax_scale(q_BHTK, first_position)
+        if self.softmax_scale is None:
+            return q_BHTK
+        return self.softmax_scale(q_BHTK, first_position, positions_BT)
 
     def _compress(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """c_kv (B, T, C), and the keys' shared part (B, T, 1, R) before norm and rotation."""

@@ -11,31 +11,31 @@ import torch
 from torch import Tensor
 
 
-def rotary_table(positions_T: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_table(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotation at every position.
 
     The tables are made from integers at every forward pass and never stored in a module, because casting a
     module to bf16 would round its float buffers.
 
     Args:
-        positions_T: integer positions.
+        positions: integer positions (T), or (B, T) where each row has its own.
         dim: rotated width of a head, even.
         theta: base of the frequencies theta^(-2i/dim).
 
     Returns:
-        cos_TK and signed_sin_TK in fp32: row t is (cos, cos) and (-sin, sin), so that
+        cos and signed_sin in fp32, (T, K) or (B, T, K): row t is (cos, cos) and (-sin, sin), so that
         x * cos + roll(x, K/2) * signed_sin rotates both halves.
     """
-    exponents = torch.arange(0, dim, 2, device=positions_T.device).float() / dim
+    exponents = torch.arange(0, dim, 2, device=positions.device).float() / dim
     frequencies = 1.0 / theta**exponents
-    angles = positions_T.float().unsqueeze(1) * frequencies
+    angles = positions.float().unsqueeze(-1) * frequencies
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def apply_rotary(x_BTHK: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Rotates every head of x by its position, in fp32; the result has x's shape and dtype."""
-    cos_TK, signed_sin_TK = table
+    cos, signed_sin = table
     x = x_BTHK.float()
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos_TK.unsqueeze(1), swapped, signed_sin_TK.unsqueeze(1)).to(x_BTHK.dtype)
+    return torch.addcmul(x * cos.unsqueeze(-2), swapped, signed_sin.unsqueeze(-2)).to(x_BTHK.dtype)

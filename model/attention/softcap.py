@@ -31,16 +31,43 @@ def softcap_attention(
     By FlexAttention on a GPU. Without one, with cached positions, and with heads that are too narrow for it, by plain
     products.
     """
-    is_wide_enough = min(k_BGSK.shape[-1], v_BGSV.shape[-1]) >= MIN_FLEX_WIDTH
-    if q_BHTK.is_cuda and is_wide_enough and q_BHTK.shape[2] == k_BGSK.shape[2]:
-        if torch.compiler.is_compiling():  # with the whole block
-            return flex_softcap_attention(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H)
-        return flex_softcap_attention(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H, _compiled_flex_attention())
+    if can_use_flex(q_BHTK, k_BGSK, v_BGSV):
+        return use_flex(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H)
     attend_in_chunks = chunked_softcap_attention
     if torch.compiler.is_compiling():
         # Compiled, the loop would be unrolled, which takes minutes for a long context.
         attend_in_chunks = torch.compiler.disable(attend_in_chunks)
     return attend_in_chunks(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H)
+
+
+def can_use_flex(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor) -> bool:
+    """Whether FlexAttention can do it: on a GPU, without cached positions, with heads that are wide enough."""
+    is_wide_enough = min(k_BGSK.shape[-1], v_BGSV.shape[-1]) >= MIN_FLEX_WIDTH
+    return q_BHTK.is_cuda and is_wide_enough and q_BHTK.shape[2] == k_BGSK.shape[2]
+
+
+def use_flex(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    softcap: float | None,
+    sink_H: Tensor | None,
+    block_mask: BlockMask | None = None,
+) -> Tensor:
+    """`flex_softcap_attention`, compiled: with the whole block, or alone."""
+    if torch.compiler.is_compiling():
+        return flex_softcap_attention(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H, block_mask=block_mask)
+    attend = _compiled_flex_attention()
+    return flex_softcap_attention(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H, attend, block_mask)
+
+
+def plain_softcap_attention(
+    q_BHTK: Tensor, k_BHTK: Tensor, v_BHTV: Tensor, softcap: float, sink_H: Tensor | None, mask_TT: Tensor | None
+) -> Tensor:
+    """The same without FlexAttention where T = S: causal in chunks, or, for few tokens, with another mask."""
+    if mask_TT is None:
+        return chunked_softcap_attention(q_BHTK, k_BHTK, v_BHTV, softcap, sink_H)
+    return _attend(q_BHTK, k_BHTK, v_BHTV, softcap, sink_H, mask_TT)
 
 
 def chunked_softcap_attention(
@@ -74,7 +101,14 @@ def chunked_softcap_attention(
     return torch.cat(outputs, dim=2)
 
 
-def _attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, softcap: float, sink_H: Tensor | None) -> Tensor:
+def _attend(
+    q_BHTK: Tensor,
+    k_BGSK: Tensor,
+    v_BGSV: Tensor,
+    softcap: float,
+    sink_H: Tensor | None,
+    mask_TS: Tensor | None = None,
+) -> Tensor:
     """Plain products in fp32 (fp64 for fp64 inputs), whatever autocast says; the result has the queries' dtype."""
     (B, H, T, K), G = q_BHTK.shape, k_BGSK.shape[1]
     dtype = torch.promote_types(q_BHTK.dtype, torch.float32)
@@ -82,7 +116,7 @@ def _attend(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, softcap: float, sink
         # Query heads that share a key are rows of one product.
         q_BGXK = q_BHTK.to(dtype).reshape(B, G, -1, K) * K**-0.5
         scores_BHTS = (q_BGXK @ k_BGSK.to(dtype).mT).view(B, H, T, -1)
-        weights_BHTS = attention_weights(scores_BHTS, softcap, sink_H)
+        weights_BHTS = attention_weights(scores_BHTS, softcap, sink_H, mask_TS)
         out_BGXV = weights_BHTS.reshape(B, G, H // G * T, -1) @ v_BGSV.to(dtype)
     return out_BGXV.view(B, H, T, -1).to(q_BHTK.dtype)
 
@@ -91,31 +125,37 @@ def flex_softcap_attention(
     q_BHTK: Tensor,
     k_BGSK: Tensor,
     v_BGSV: Tensor,
-    softcap: float,
+    softcap: float | None,
     sink_H: Tensor | None = None,
     attend: Callable[..., Any] = flex_attention,
+    block_mask: BlockMask | None = None,
 ) -> Tensor:
     """The same by FlexAttention without cached positions (T = S).
 
     Args:
+        softcap: None: no cap.
         attend: `flex_attention`, compiled or not.
+        block_mask: what is visible, the sink included; None: all positions up to the query's.
     """
     T, scale, has_sink = q_BHTK.shape[2], q_BHTK.shape[3] ** -0.5, sink_H is not None
     if sink_H is not None:
         q_BHTK, k_BGSK, v_BGSV = prepend_sink(q_BHTK, k_BGSK, v_BGSV, sink_H)
 
     def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert softcap is not None
         capped = softcap * torch.tanh(score / softcap)
         return torch.where(key == 0, score, capped) if has_sink else capped
 
-    # Compiled blocks make the mask anew: the compiler does not see through the cache.
-    block_mask = _block_mask if torch.compiler.is_compiling() else _cached_block_mask
+    if block_mask is None:
+        # Compiled blocks make the mask anew: the compiler does not see through the cache.
+        make_mask = _block_mask if torch.compiler.is_compiling() else _cached_block_mask
+        block_mask = make_mask(k_BGSK.shape[2], q_BHTK.device)
     out_BHTV = attend(
         q_BHTK,
         k_BGSK,
         v_BGSV,
-        score_mod=cap,
-        block_mask=block_mask(k_BGSK.shape[2], q_BHTK.device),
+        score_mod=None if softcap is None else cap,
+        block_mask=block_mask,
         scale=scale,
         enable_gqa=q_BHTK.shape[1] > k_BGSK.shape[1],
     )

@@ -30,8 +30,17 @@ class SoftmaxScale(nn.Module):
     def parameter_specs(self) -> dict[str, ParameterSpec]:
         return {"weight": ParameterSpec(Kind.SOFTMAX_SCALE, self.num_heads, 1, init_value=self.init_value)}
 
-    def forward(self, q_BHTK: Tensor, first_position: int) -> Tensor:
-        """Scales the queries of the T positions from `first_position` on (0-based), in fp32; q's dtype is kept."""
+    def forward(self, q_BHTK: Tensor, first_position: int, positions_BT: Tensor | None = None) -> Tensor:
+        """Scales the queries in fp32; q's dtype is kept.
+
+        Args:
+            first_position: position of the first query, 0-based; the others follow.
+            positions_BT: positions within documents instead, of which alone the keys are visible.
+        """
+        if positions_BT is not None:
+            visible_B1T = (positions_BT + 1).unsqueeze(1)
+            scale_BHT = self.weight.float().unsqueeze(1) * visible_B1T.float().log()
+            return (q_BHTK.float() * scale_BHT.unsqueeze(3)).to(q_BHTK.dtype)
         visible_T = torch.arange(first_position + 1, first_position + q_BHTK.shape[2] + 1, device=q_BHTK.device)
         scale_HT1 = (self.weight.float().unsqueeze(1) * visible_T.float().log()).unsqueeze(2)
         return (q_BHTK.float() * scale_HT1).to(q_BHTK.dtype)

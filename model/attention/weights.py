@@ -14,7 +14,12 @@ def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
 
 
-def attention_weights(scores_BHTS: Tensor, softcap: float | None = None, sink_H: Tensor | None = None) -> Tensor:
+def attention_weights(
+    scores_BHTS: Tensor,
+    softcap: float | None = None,
+    sink_H: Tensor | None = None,
+    mask_TS: Tensor | None = None,
+) -> Tensor:
     """The softmax over the visible ones of S positions (B, H, T, S), where the queries are the last T of them.
 
     Args:
@@ -22,11 +27,14 @@ def attention_weights(scores_BHTS: Tensor, softcap: float | None = None, sink_H:
         softcap: c of c tanh(s / c) (Gemma 2, arXiv 2408.00118), before the mask; None: no cap.
         sink_H: the logit of one more position that takes weight and has no value, never capped; with it the weights
             sum to less than 1. None: no sink.
+        mask_TS: whether a query sees a key; None: it sees itself and all before.
     """
     T, S = scores_BHTS.shape[2:]
     if softcap is not None:
         scores_BHTS = softcap * (scores_BHTS / softcap).tanh()
-    scores_BHTS = scores_BHTS.masked_fill(~causal_mask(T, S, scores_BHTS.device), -torch.inf)
+    if mask_TS is None:
+        mask_TS = causal_mask(T, S, scores_BHTS.device)
+    scores_BHTS = scores_BHTS.masked_fill(~mask_TS, -torch.inf)
     if sink_H is None:
         return scores_BHTS.softmax(dim=-1)
     sink_BHT1 = sink_H.to(scores_BHTS.dtype).view(-1, 1, 1).expand_as(scores_BHTS[..., :1])

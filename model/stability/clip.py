@@ -43,18 +43,27 @@ class LogitMaxima:
         self.max_H.fill_(-torch.inf)
 
     @torch.no_grad()
-    def update(self, q_BHTK: Tensor, k_BGTK: Tensor) -> None:
-        """Takes one forward pass into account."""
+    def update(self, q_BHTK: Tensor, k_BGTK: Tensor, positions_BT: Tensor | None = None) -> None:
+        """Takes one forward pass into account; `positions_BT` as in `causal_logit_maxima`."""
         with torch.autocast(q_BHTK.device.type, enabled=False):
-            maxima_BH = causal_logit_maxima(q_BHTK.detach(), k_BGTK.detach(), self._threshold, self.row_mask_B)
+            maxima_BH = causal_logit_maxima(
+                q_BHTK.detach(), k_BGTK.detach(), self._threshold, self.row_mask_B, positions_BT
+            )
         torch.maximum(self.max_H, maxima_BH.amax(dim=0), out=self.max_H)
 
 
-def causal_logit_maxima(q_BHTK: Tensor, k_BGTK: Tensor, threshold: float, row_mask_B: Tensor | None = None) -> Tensor:
+def causal_logit_maxima(
+    q_BHTK: Tensor,
+    k_BGTK: Tensor,
+    threshold: float,
+    row_mask_B: Tensor | None = None,
+    positions_BT: Tensor | None = None,
+) -> Tensor:
     """Largest visible logit of every sequence and head (B, H), fp32; -inf where it cannot pass the threshold.
 
     Args:
         row_mask_B: sequences that count; None: all.
+        positions_BT: each token's position in its document, within which alone it sees; None: each row is one.
     """
     T, num_queries_per_key = q_BHTK.shape[2], q_BHTK.shape[1] // k_BGTK.shape[1]
     scale = q_BHTK.shape[-1] ** -0.5
@@ -67,7 +76,8 @@ def causal_logit_maxima(q_BHTK: Tensor, k_BGTK: Tensor, threshold: float, row_ma
     num_at_once = max(1, CHUNK_NUMBERS // T**2)
     for start in range(0, len(rows), num_at_once):
         row_N, head_N = rows[start : start + num_at_once], heads[start : start + num_at_once]
-        maxima_N = _causal_maxima(q_BHTK[row_N, head_N].float(), k_BGTK[row_N, head_N // num_queries_per_key].float())
+        q_NTK, k_NTK = q_BHTK[row_N, head_N].float(), k_BGTK[row_N, head_N // num_queries_per_key].float()
+        maxima_N = _causal_maxima(q_NTK, k_NTK, None if positions_BT is None else positions_BT[row_N])
         result_BH[row_N, head_N] = maxima_N * scale
     return result_BH
 
@@ -76,8 +86,8 @@ def _largest_norm(heads_BHTK: Tensor) -> Tensor:
     return torch.linalg.vector_norm(heads_BHTK, dim=-1, dtype=torch.float32).amax(dim=-1)
 
 
-def _causal_maxima(q_NTK: Tensor, k_NTK: Tensor) -> Tensor:
-    """Largest q_t·k_s with s ≤ t of N heads (N), a chunk of queries at a time."""
+def _causal_maxima(q_NTK: Tensor, k_NTK: Tensor, positions_NT: Tensor | None = None) -> Tensor:
+    """Largest q_t·k_s with s ≤ t, in the same document, of N heads (N), a chunk of queries at a time."""
     N, T, _ = q_NTK.shape
     chunk = max(1, CHUNK_NUMBERS // (N * T))
     maxima = []
@@ -85,7 +95,12 @@ def _causal_maxima(q_NTK: Tensor, k_NTK: Tensor) -> Tensor:
         stop = min(start + chunk, T)
         products_NQT = q_NTK[:, start:stop] @ k_NTK[:, :stop].mT
         hidden_QT = torch.ones_like(products_NQT[0], dtype=torch.bool).triu(start + 1)
-        maxima.append(products_NQT.masked_fill_(hidden_QT, -torch.inf).amax(dim=(1, 2)))
+        products_NQT.masked_fill_(hidden_QT, -torch.inf)
+        if positions_NT is not None:
+            tokens_T = torch.arange(stop, device=q_NTK.device)
+            first_NQ = tokens_T[start:] - positions_NT[:, start:stop]
+            products_NQT.masked_fill_(tokens_T < first_NQ.unsqueeze(2), -torch.inf)
+        maxima.append(products_NQT.amax(dim=(1, 2)))
     return torch.stack(maxima).amax(dim=0)
 
 

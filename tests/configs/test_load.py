@@ -152,6 +152,14 @@ def test_all_problems_at_once(minimal: Path) -> None:
         ("data.sources=[{pth: x}]", "data.sources.0.pth: unknown key; did you mean data.sources.path?"),
         ("data.sources.1.path=x", "'1' is not an index of a list with 1 entries"),
         ("data.sources.0.weight=0", "data.sources.0.weight: 0 is not allowed"),
+        ("data.phases=[{start_tokens: 0, sources: [{path: x}]}]", "data.phases.0.start_tokens: 0 is not allowed"),
+        ("data.phases=[{start_tokens: 5, sources: []}]", "data.phases.0.sources: [] is not allowed"),
+        ("data.phases=[{start_tokens: 5}]", "data.phases.0.sources: is required"),
+        ("data.phases=[{start_step: 5, sources: [{path: x}]}]", "data.phases.0.start_step: unknown key; did you mean"),
+        (
+            "data.phases=[{start_tokens: 5, sources: [{path: x}]}, {start_tokens: 1024, sources: [{path: x}]}]",
+            "data.phases.1.start_tokens: 1024 is not a sequence of 1024 tokens, or more, after data.phases.0.start_t",
+        ),
         ("data.val_sources={a/b: x}", "cannot name a validation set"),
         ("train=3", "train: 3 is not allowed; expected a mapping of keys"),
         ("train.steps.more=3", "train.steps.more: steps holds 10, which has no keys"),
@@ -194,6 +202,7 @@ def test_missing_and_undecodable_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 def test_a_resolved_configuration_reads_back_the_same(minimal: Path, tmp_path: Path, kind: str) -> None:
     overrides = ["train.profile={start_step: 1, steps: 2}", "optim.betas=[0.8, 0.9]", f"model.attention.kind={kind}"]
+    overrides.append("data.phases=[{start_tokens: 4096, sources: [{path: x, weight: 2.0}]}]")
     config = load_config(minimal, overrides)
     (tmp_path / "resolved.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "resolved.yaml") == config

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.errors import DataError
-from data.order import BLOCK_SAMPLES, SampleOrder, _ceil_sqrt, permute, samples_per_block
+from data.loader import BatchGeometry, derive_accumulation
+from data.order import BLOCK_SAMPLES, Phase, SampleOrder, _ceil_sqrt, _Mixture, permute, samples_per_block
 
 weights_strategy = st.lists(st.floats(0.001, 1000), min_size=1, max_size=6)
 seeds = st.integers(-(2**63), 2**64)
@@ -104,7 +105,7 @@ def test_every_block_has_exact_proportions(weights: list[float], seed: int, bloc
     order = SampleOrder([100] * len(weights), weights, seed)
     samples = block * BLOCK_SAMPLES + np.arange(BLOCK_SAMPLES)
     counts = np.bincount(order.locate(samples).source, minlength=len(weights))
-    assert counts.tolist() == order.counts.tolist()
+    assert counts.tolist() == order.counts().tolist()
 
 
 @settings(max_examples=25, deadline=None)
@@ -175,3 +176,219 @@ def test_the_order_does_not_change_between_versions() -> None:
     assert location.source.tolist() == [0, 0, 0, 1, 0, 1]
     assert location.epoch.tolist() == [0, 0, 0, 24, 2, 6000977]
     assert location.window.tolist() == [398, 888, 779, 10, 389, 20]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    weights=weights_strategy,
+    seed=seeds,
+    first_sample=st.integers(0, 10**13),
+    num_samples=st.integers(2000, 3 * BLOCK_SAMPLES),
+)
+def test_proportions_over_any_window_of_a_few_thousand_samples(
+    weights: list[float], seed: int, first_sample: int, num_samples: int
+) -> None:
+    """Whole blocks are exact; of the cut ones at both ends, counts differ as those of draws without replacement do."""
+    order = SampleOrder([100] * len(weights), weights, seed)
+    samples = first_sample + np.arange(num_samples)
+    counts = np.bincount(order.locate(samples).source, minlength=len(weights))
+    shares = order.counts() / BLOCK_SAMPLES
+    assert np.abs(shares - np.array(weights) / sum(weights)).max() <= 1 / BLOCK_SAMPLES * len(weights)
+    variance = 2 * BLOCK_SAMPLES / 4 * shares * (1 - shares)  # two blocks, each cut in the middle at worst
+    assert (np.abs(counts - num_samples * shares) <= 6 * np.sqrt(variance) + 1).all()
+    assert (
+        order.samples_of_sources(first_sample + num_samples) - order.samples_of_sources(first_sample) == counts
+    ).all()
+
+
+@st.composite
+def phased_orders(draw: st.DrawFn) -> tuple[list[int], list[Phase], int]:
+    """(windows of each source, all phases, seed); phases are short, so that several lie in one block."""
+    num_windows = draw(st.lists(st.integers(1, 700), min_size=1, max_size=4))
+    sources = range(len(num_windows))
+    num_first = draw(st.integers(1, len(num_windows)))
+    chosen = [tuple(range(num_first))]
+    chosen += draw(st.lists(st.lists(st.sampled_from(sources), min_size=1, unique=True), max_size=3))
+    chosen.append(tuple(sources))  # so that each source is used
+    starts = draw(
+        st.lists(st.integers(1, 9000), min_size=len(chosen) - 1, max_size=len(chosen) - 1, unique=True).map(sorted)
+    )
+    phases = []
+    for start, members in zip([0, *starts], chosen, strict=True):
+        weights = draw(st.lists(st.floats(0.1, 10), min_size=len(members), max_size=len(members)))
+        phases.append(Phase(start, tuple(members), tuple(weights)))
+    return num_windows, phases, draw(seeds)
+
+
+def make_phased(num_windows: list[int], phases: list[Phase], seed: int) -> SampleOrder:
+    return SampleOrder(num_windows, phases[0].weights, seed, phases[1:])
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=phased_orders())
+def test_phases_carry_on_every_source(case: tuple[list[int], list[Phase], int]) -> None:
+    """Counted one by one over all phases: each source goes through its epochs as if nothing had changed."""
+    num_windows, phases, _ = case
+    order = make_phased(*case)
+    num_samples = phases[-1].first_sample + BLOCK_SAMPLES + 77
+    located = locate_all(order, num_samples)
+    ranks: Counter[int] = Counter()
+    for source, epoch, _ in located:
+        assert epoch == ranks[source] // num_windows[source]
+        ranks[source] += 1
+    assert order.samples_of_sources(num_samples).tolist() == [ranks[source] for source in range(len(num_windows))]
+    for source, size in enumerate(num_windows):
+        seen = [window for place, _, window in located if place == source]
+        for start in range(0, len(seen) - size + 1, size):
+            assert sorted(seen[start : start + size]) == list(range(size))
+    for number, phase in enumerate(phases):
+        stop = phases[number + 1].first_sample if number + 1 < len(phases) else num_samples
+        for start in range(phase.first_sample, stop - BLOCK_SAMPLES + 1, BLOCK_SAMPLES):
+            counts = Counter(source for source, _, _ in located[start : start + BLOCK_SAMPLES])
+            expected_counts = dict(zip(phase.sources, samples_per_block(phase.weights).tolist(), strict=True))
+            assert counts == expected_counts
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=phased_orders())
+def test_a_later_phase_changes_nothing_before_it(case: tuple[list[int], list[Phase], int]) -> None:
+    num_windows, phases, seed = case
+    order = make_phased(*case)
+    for count in range(1, len(phases)):
+        used = {source for phase in phases[:count] for source in phase.sources}
+        if used != set(range(len(used))):
+            continue  # a shorter list of sources would have other numbers
+        shorter = make_phased(num_windows[: len(used)], phases[:count], seed)
+        num_samples = phases[count].first_sample
+        assert locate_all(shorter, num_samples) == locate_all(order, num_samples)
+
+
+def test_the_order_of_phases_does_not_change_between_versions() -> None:
+    phases = [Phase(5000, (2, 0), (1.0, 3.0)), Phase(10**10, (1,), (1.0,))]
+    order = SampleOrder([1000, 50, 10**9], [0.7, 0.3], 42, phases)
+    location = order.locate(np.array([4999, 5000, 5001, 10**9, 10**10 - 1, 10**10]))
+    assert location.source.tolist() == [1, 0, 0, 0, 2, 1]
+    assert location.epoch.tolist() == [29, 3, 3, 749999, 2, 29]
+    assert location.window.tolist() == [37, 7, 45, 613, 235623917, 41]
+
+
+@pytest.mark.parametrize("starts", [(5, 5), (7, 3), (0, 1)])
+def test_phases_out_of_order(starts: tuple[int, int]) -> None:
+    with pytest.raises(DataError, match="ascending numbers expected"):
+        SampleOrder([10], [1.0], 0, [Phase(start, (0,), (1.0,)) for start in starts])
+
+
+def test_restarting_anywhere_costs_one_block_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is counted, not timed: blocks that are laid out, at sample 10¹² as at sample 0."""
+    blocks: list[int] = []
+    lay_out = _Mixture._lay_out_block
+    monkeypatch.setattr(_Mixture, "_lay_out_block", lambda self, block: (blocks.append(block), lay_out(self, block))[1])
+    phases = [Phase(number * 10**11 + 123, (0, 1), (1.0, number)) for number in range(1, 6)]
+    for first_sample in (0, 4096 * 17, 10**12):
+        blocks.clear()
+        order = SampleOrder([10**9, 10**6], [1.0, 1.0], 0, phases)
+        order.locate(np.array([first_sample]))
+        assert len(blocks) == len(phases) + 1
+
+
+NUM_RANKS = 1024
+TRILLION_WINDOWS = [122_070_312, 73_242_188, 48_828_125]  # 10¹² tokens in windows of 4,096
+
+
+def samples_by_rank(geometry: BatchGeometry, step: int) -> list[list[int]]:
+    """The samples of each rank in a step."""
+    result = []
+    for rank in range(geometry.world_size):
+        slots = geometry.slots(rank).reshape(-1)
+        result.append((step * geometry.samples_per_step + slots[slots < geometry.samples_per_step]).tolist())
+    return result
+
+
+@pytest.mark.parametrize(("samples_per_step", "micro_batch_size"), [(4096, 2), (1500, 1), (5000, 3)])
+@pytest.mark.parametrize("step", [0, 1, 10**5, 3 * 10**7])
+def test_a_thousand_ranks_and_a_trillion_tokens(samples_per_step: int, micro_batch_size: int, step: int) -> None:
+    """At 10¹² tokens: the ranks of a step share out its samples, and none reads what another does in the same epoch.
+
+    Some ranks have fewer samples than others where they do not divide the step.
+    """
+    accumulation = derive_accumulation(samples_per_step, micro_batch_size, NUM_RANKS)
+    geometry = BatchGeometry(samples_per_step, micro_batch_size, accumulation, NUM_RANKS)
+    by_rank = samples_by_rank(geometry, step)
+    samples = [sample for rank_samples in by_rank for sample in rank_samples]
+    assert sorted(samples) == list(range(step * samples_per_step, (step + 1) * samples_per_step))
+    assert len({tuple(rank_samples) for rank_samples in by_rank if rank_samples}) == len(list(filter(None, by_rank)))
+    location = SampleOrder(TRILLION_WINDOWS, [5.0, 3.0, 2.0], seed=1).locate(np.array(samples))
+    read = list(zip(location.source.tolist(), location.epoch.tolist(), location.window.tolist(), strict=True))
+    assert len(set(read)) == samples_per_step
+    for source, size in enumerate(TRILLION_WINDOWS):
+        windows = location.window[location.source == source]
+        assert windows.min() >= 0 and windows.max() < size
+
+
+def test_a_thousand_ranks_read_every_window_once_an_epoch() -> None:
+    """Two epochs whole, at a size that does not divide: rank by rank, 1,024 of them."""
+    num_windows = 37 * NUM_RANKS + 5
+    geometry = BatchGeometry(1500, 1, derive_accumulation(1500, 1, NUM_RANKS), NUM_RANKS)
+    order = SampleOrder([num_windows], [1.0], seed=3)
+    slots = np.stack([geometry.slots(rank).reshape(-1) for rank in range(NUM_RANKS)])
+    num_steps = -(-2 * num_windows // geometry.samples_per_step)
+    seen = np.zeros((2, num_windows), np.int64)
+    for step in range(num_steps):
+        real = slots[slots < geometry.samples_per_step]
+        location = order.locate(step * geometry.samples_per_step + real)
+        is_counted = location.epoch < 2
+        np.add.at(seen, (location.epoch[is_counted], location.window[is_counted]), 1)
+    assert (seen == 1).all()
+
+
+def undo_permutation(image: int, size: int, key: int) -> int:
+    """The inverse of `permute` in plain integers, round by round from the last: what has one is a bijection."""
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+        return x ^ (x >> 31)
+
+    def derive(*parts: int) -> int:
+        result = 0
+        for part in parts:
+            result = mix(((result ^ part) + 0x9E3779B97F4A7C15) % 2**64)
+        return result
+
+    width = math.isqrt(size - 1) + 1
+    while True:
+        left, right = divmod(image, width)
+        for number in reversed(range(8)):
+            shift = ((mix(left ^ derive(key, number)) >> 32) * width) >> 32
+            left, right = (right - shift) % width, left
+        image = left * width + right
+        if image < size:
+            return image
+
+
+@pytest.mark.parametrize("size", [*TRILLION_WINDOWS, 10**12, 7, 1])
+def test_the_permutation_can_be_undone(size: int) -> None:
+    points = np.random.default_rng(0).integers(0, size, 300)
+    images = permute(points, np.array(size), np.array(99, np.uint64))
+    assert [undo_permutation(image, size, 99) for image in images.tolist()] == points.tolist()
+
+
+@pytest.mark.parametrize("size", [1000, 32_768, 999_983, TRILLION_WINDOWS[0]])
+def test_no_pattern_at_any_distance(size: int) -> None:
+    """What a rank sees (every n-th sample) is as random as the whole; and so is one epoch against the next."""
+    count = min(size, 60_000)
+    points = np.arange(count)
+    first, second = (permute(points, np.array(size), np.array(key, np.uint64)) for key in (5, 6))
+    noise = 4.5 / math.sqrt(count)
+    for lag in (1, 2, 3, 8, 64, 100, 512):
+        assert abs(np.corrcoef(first[:-lag], first[lag:])[0, 1]) < noise, lag
+    assert abs(np.corrcoef(first, second)[0, 1]) < noise
+    assert abs(np.corrcoef(first, points)[0, 1]) < noise
+    steps, repeats = np.unique(np.diff(first), return_counts=True)
+    # A step of random draws is seen count / size times, or a few times more.
+    assert repeats.max() <= 12 + 2 * count / size
+    assert len(steps) > 0.3 * min(count, size)
+    longest_run = max(map(len, "".join("01"[int(up)] for up in np.diff(first) > 0).split("0")))
+    assert longest_run < 12  # ascending windows in a row; 12 have a chance of 1 in 13! each
+    parity = np.bincount(first % 7, minlength=7)
+    assert (np.abs(parity - count / 7) < 5 * math.sqrt(count / 7)).all()

@@ -2,6 +2,7 @@
 
 - Softcap by FlexAttention, with and without a sink: values and gradients against plain products.
 - A sink by the fused kernel, in bf16: the same.
+- Attention inside documents by FlexAttention, alone and in compiled code: the same against the documents one by one.
 - Newton-Schulz in bf16 against fp32.
 - Steps of a small model in bf16 with each control, in alternating rounds.
 
@@ -30,6 +31,7 @@ from launch.engine import start_distributed
 from launch.topology import detect_topology
 from launch.training_data import open_data
 from model.attention.causal import causal_attention
+from model.attention.documents import Documents
 from model.attention.softcap import chunked_softcap_attention
 from model.stability.orthogonal import orthogonalise
 from tests.benchmarks.common import EngineLoop, print_table, write_shard
@@ -47,7 +49,8 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     device = torch.device("cpu" if args.dry else "cuda")
-    rows = [*attention_errors(device, args.dry), *orthogonalise_errors(device, args.dry)]
+    rows = [*attention_errors(device, args.dry), *document_errors(device, args.dry)]
+    rows += orthogonalise_errors(device, args.dry)
     print_table(("check", "relative error", "at most", "good"), rows)
     measure_steps(args.rounds, args.dry)
 
@@ -78,6 +81,43 @@ def attention_errors(device: torch.device, is_dry: bool) -> list[tuple[str, str,
         names = ["output", "query", "key", "value", "sink"]
         for name, expected, found in zip(names, *results, strict=False):
             rows.append(_row(f"softcap={softcap} sink={has_sink}: {name}", found, expected))
+    return rows
+
+
+def document_errors(device: torch.device, is_dry: bool) -> list[tuple[str, str, str, str]]:
+    """The same with documents of all lengths in each row, against calls for single documents in fp32."""
+    B, H, G, T, K, V = (1, 4, 2, 32, 16, 16) if is_dry else (4, 16, 4, 1000, 64, 128)
+    generator = torch.Generator(device).manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    inputs, upstream = (
+        [2 * random(B, H, T, K), 2 * random(B, G, T, K), random(B, G, T, V), random(H)],
+        random(B, H, T, V),
+    )
+    tokens_T = torch.arange(T, device=device)
+    starts_BT = (torch.rand(B, T, generator=generator, device=device) < 0.01) | (tokens_T == 0)
+    positions_BT = (tokens_T - torch.where(starts_BT, tokens_T, 0).cummax(dim=1).values).int()
+    compiled = torch.compile(causal_attention)
+    rows = []
+    for softcap, has_sink in ((None, False), (20.0, False), (None, True), (20.0, True)):
+        results = []
+        for dtype, attend in (
+            (torch.float32, causal_attention),
+            (torch.bfloat16, causal_attention),
+            (torch.bfloat16, compiled),
+        ):
+            leaves = [part.to(dtype).requires_grad_() for part in inputs]
+            is_reference = dtype == torch.float32
+            documents = Documents(positions_BT) if is_reference else Documents.of(positions_BT, has_sink)
+            out = attend(*leaves[:3], softcap, leaves[3] if has_sink else None, documents)
+            used = leaves if has_sink else leaves[:3]
+            results.append([out, *torch.autograd.grad(out, used, upstream.to(dtype))])
+        names = ["output", "query", "key", "value", "sink"]
+        for kind, result in (("", results[1]), (" compiled", results[2])):
+            for name, expected, found in zip(names, results[0], result, strict=False):
+                rows.append(_row(f"documents{kind} softcap={softcap} sink={has_sink}: {name}", found, expected))
     return rows
 
 

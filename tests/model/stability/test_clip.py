@@ -42,7 +42,7 @@ def test_maxima_are_exact_where_they_pass_the_threshold(seed: int, chunk: int, t
 def test_a_head_below_its_bound_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
     heads: list[int] = []
     exact = clip._causal_maxima
-    monkeypatch.setattr(clip, "_causal_maxima", lambda q, k: (heads.append(len(q)), exact(q, k))[1])
+    monkeypatch.setattr(clip, "_causal_maxima", lambda q, *rest: (heads.append(len(q)), exact(q, *rest))[1])
     q = torch.ones(1, 3, 5, 4) * torch.tensor([0.1, 1.0, 10.0]).view(1, 3, 1, 1)
     assert causal_logit_maxima(q, torch.ones(1, 3, 5, 4), threshold=2.5).tolist()[0][2] == pytest.approx(20.0)
     assert heads == [1]
