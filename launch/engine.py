@@ -1,7 +1,8 @@
 """The DeepSpeed engine of one rank: start, one training step, validation, and what its ranks report.
 
 Only this module imports DeepSpeed. A step of ours does not wait for a GPU: what it measures is gathered on the device,
-copied to the host in the background, and read one step later. (DeepSpeed's optimizers do wait, for the gradient norm.)
+copied to the host in the background, and read one step later. (DeepSpeed's optimizers do wait, for the gradient norm;
+and so do QK-Clip, for every layer's bound, and the probe batch at its interval.)
 """
 
 from __future__ import annotations

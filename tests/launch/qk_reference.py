@@ -226,6 +226,39 @@ def clip(masters: Weights, largest: list[Tensor], config: Config) -> list[list[f
     return result
 
 
+class MuonAndAdamW:
+    """Muon for the hidden matrices, by singular values in float64, and AdamW for the rest."""
+
+    def __init__(self, masters: Weights, groups: list[dict[str, Any]], config: Config) -> None:
+        is_hidden = {
+            name: master.dim() == 2 and not name.startswith(("embedding", "head")) for name, master in masters.items()
+        }
+        self.param_groups = groups
+        self._muon = [group for group in groups if config.optim.name == "muon" and is_hidden[group["name"]]]
+        self._names = {group["name"] for group in self._muon}
+        rest = [group for group in groups if group["name"] not in self._names]
+        self._adamw = torch.optim.AdamW(rest, betas=config.optim.betas, eps=config.optim.eps, fused=True)
+        self._momentum = config.optim.muon.momentum
+        self._buffers = {group["name"]: torch.zeros_like(group["params"][0]) for group in self._muon}
+
+    def step(self) -> None:
+        for own, group in zip(self._adamw.param_groups, self._rest(), strict=True):
+            own["lr"] = group["lr"]
+        self._adamw.step()
+        for group in self._muon:
+            (weight,), buffer = group["params"], self._buffers[group["name"]]
+            buffer.lerp_(weight.grad, 1 - self._momentum)
+            u, s, v = torch.linalg.svd(weight.grad.lerp(buffer, self._momentum).double(), full_matrices=False)
+            s = s / s.norm()
+            for _ in range(5):
+                s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+            change = 0.2 * math.sqrt(max(weight.shape)) * ((u * s) @ v)
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * change)
+
+    def _rest(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["name"] not in self._names]
+
+
 def reference(config: Config, num_ranks: int) -> tuple[Reference, GPT]:
     """Trains with the run's micro-batches; returns also the model with the final weights."""
     policy, threshold = config.qk_control.policy, config.qk_control.clip_threshold
@@ -240,15 +273,11 @@ def reference(config: Config, num_ranks: int) -> tuple[Reference, GPT]:
     result = Reference(copy.deepcopy(masters), masters)
     controlled = [name for name in specs if is_controlled(name)]
     decayed = [name for name, master in masters.items() if master.dim() == 2 and name != "embedding.weight"]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [master], "name": name, "weight_decay": config.optim.weight_decay if name in decayed else 0.0}
-            for name, master in masters.items()
-        ],
-        betas=config.optim.betas,
-        eps=config.optim.eps,
-        fused=True,
-    )
+    groups = [
+        {"params": [master], "name": name, "weight_decay": config.optim.weight_decay if name in decayed else 0.0}
+        for name, master in masters.items()
+    ]
+    optimizer = MuonAndAdamW(masters, groups, config)
     source = TokenSource.open(config.data.sources[0].path)
     order = SampleOrder([source.num_windows(SEQ_LEN)], [1.0], config.run.seed)
     rows = config.train.micro_batch_size

@@ -65,6 +65,12 @@ CONTROL = {
         "qk_control={policy: adaptive, alpha: 0.5, adaptive: {every_steps: 2, target: 0.02}}",
         "monitor={probe_sequences: 1, probe_queries: 8}",
     ],
+    "constant_muon": ["qk_control={policy: constant, alpha: 1.25}", "optim.name=muon"],
+    "adaptive_muon_clip": [
+        "qk_control={policy: adaptive, alpha: 0.5, adaptive: {every_steps: 2, target: 0.02}}",
+        "monitor={probe_sequences: 1, probe_queries: 8}",
+        "optim.name=muon",
+    ],
     "clip": ["qk_control.policy=none"],
     "quack_clip": ["qk_control={policy: quack, alpha: 1.25}"],
     "adaptive_clip": [
@@ -85,8 +91,9 @@ class Case(NamedTuple):
 
     @property
     def is_allowed(self) -> bool:
-        """Clipping and query/key norms exclude each other."""
-        return not ("qk_norm" in self.attention and "clip" in self.control)
+        """Clipping and query/key norms exclude each other; Muon's steps in bf16 are compared in test_muon."""
+        excluded = "qk_norm" in self.attention and "clip" in self.control
+        return not excluded and not ("muon" in self.control and self.precision == "bf16")
 
 
 def run_and_compare(cases: list[Case], tiny_config: Path, runs: Path, run_cases: Callable[..., Any]) -> None:
