@@ -103,6 +103,15 @@ def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any
         yield prefix, old, new
 
 
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of every leaf of a tree of plain values; lists are leaves."""
+    if isinstance(tree, dict) and tree:
+        for key, value in tree.items():
+            yield from leaves(value, f"{prefix}.{key}" if prefix else key)
+    else:
+        yield prefix, tree
+
+
 def _apply_override(tree: Tree, override: str) -> None:
     key, separator, text = override.partition("=")
     if not separator or not key:

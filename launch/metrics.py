@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
-from configs.load import to_yaml
+from configs.load import leaves, to_yaml
 from configs.schema import Config
 from data.files import write_file
 from launch.attention_record import CHARTS, attention_record, attention_scalars, heat_maps
@@ -198,10 +199,23 @@ class Recorder:
             self._writer.add_text("configuration", f"```yaml\n{to_yaml(self._config)}```", 0)
             charts = {title: ["Multiline", tags] for title, tags in CHARTS.items()}
             self._writer.add_custom_scalars({"Steadyhead": charts})
+            self._add_hyperparameters(self._writer)
         if sys.stdout.isatty():
             self._bar = tqdm(
                 total=self._last_step, initial=self._start_step, unit="step", dynamic_ncols=True, file=sys.stdout
             )
+
+    def _add_hyperparameters(self, writer: SummaryWriter) -> None:
+        """The run's row in TensorBoard's HPARAMS, whose figures are the ordinary scalars."""
+        keys = dict(leaves(self._config.model_dump(mode="json")))
+        values = {
+            key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in keys.items()
+        }
+        experiment, start, _ = hparams(
+            values, dict.fromkeys(("loss/train", "loss/validation", "attention/max_logit"), 0.0)
+        )
+        for summary in (experiment, start):
+            writer._get_file_writer().add_summary(summary)
 
     def write(self, record: dict[str, Any], report: StepReport) -> None:
         """Records one step.

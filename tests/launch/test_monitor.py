@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from configs.load import load_config
 from configs.schema import MonitorConfig
@@ -118,6 +119,9 @@ def test_measurements_are_those_of_whole_matrices(tiny_config: Path, tmp_path: P
     assert {"attention/max_logit", "attention_relative_entropy/01"} <= set(tags["scalars"])
     assert "attention" in tags["images"]
     assert any("custom_scalars" in tag for tag in tags["tensors"])
+    start = HParamsPluginData.FromString(events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content)
+    values = start.session_start_info.hparams
+    assert values["qk_control.alpha"].number_value == 0.5 and values["model.attention.kind"].string_value == "mha"
 
 
 def report(max_logit: float = 1.0, entropy: float = 0.5, change: float = 0.1) -> AttentionReport:
