@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from launch.diagnose import choose_lengths, cut_windows, fine_sizes
+from launch.diagnose import choose_lengths, cut_windows, fine_sizes, main
 from launch.diagnose_sources import ModelShape, TransformersSource
 from launch.errors import RunError
 from model.diagnostics.critical import critical_size, told_apart
@@ -129,23 +129,35 @@ def test_the_command_writes_tables_figures_and_a_report(gpt2_folder: Path, tmp_p
         (["--max-queries", "0"], "at least 1"),
     ],
 )
-def test_bad_options_are_one_line(change: list[str], message: str, gpt2_folder: Path, tmp_path: Path) -> None:
+def test_bad_options_are_one_line(
+    change: list[str], message: str, gpt2_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    finished = python("-m", "launch.diagnose", gpt2_folder, "--text", text, "--output", tmp_path / "out", *change)
-    assert finished.code != 0 and message in finished.errors.strip().splitlines()[-1]
+    assert run_here(gpt2_folder, text, tmp_path / "out", *change) != 0
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
 
-def test_a_short_text_and_a_folder_without_a_model_are_one_line(gpt2_folder: Path, tmp_path: Path) -> None:
+def run_here(model: Path, text: Path, output: Path, *options: str) -> int:
+    """The command in this process; argparse ends it by SystemExit."""
+    try:
+        return main([str(model), "--text", str(text), "--output", str(output), *options])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_a_short_text_and_a_folder_without_a_model_are_one_line(
+    gpt2_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("short")
     for model, message in (
         (gpt2_folder, "has 5 tokens; the largest length needs 64"),
         (tmp_path, "holds no checkpoint"),
     ):
-        finished = python("-m", "launch.diagnose", model, "--text", text, "--output", tmp_path / "out")
-        assert finished.code == 1 and message in finished.errors.strip().splitlines()[-1], finished.errors
+        assert run_here(model, text, tmp_path / "out") == 1
+        assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_windows_do_not_overlap_and_lengths_fit() -> None:
