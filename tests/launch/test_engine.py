@@ -19,7 +19,7 @@ def row(
 def test_a_report_sums_over_ranks_and_undoes_clipping() -> None:
     # Two ranks with half of the squares each; the clipped norm is 5 and the one before clipping 10.
     rows = torch.tensor([row(30.0, 10.0, (4.5, 8.0)), row(50.0, 10.0, (4.5, 8.0))], dtype=torch.float64)
-    report = PendingReport(rows, ["a", "b"], replicated=False).read()
+    report = PendingReport(rows, ["a", "b"], {}, {}, None, replicated=False).read()
     assert report.loss == 4.0
     assert report.num_targets == 20
     assert report.grad_norm == 10.0
@@ -31,7 +31,7 @@ def test_a_report_sums_over_ranks_and_undoes_clipping() -> None:
 
 def test_replicated_squares_count_once() -> None:
     rows = torch.tensor([row(30.0, -1.0, (9.0, 16.0))] * 2, dtype=torch.float64)
-    report = PendingReport(rows, ["a", "b"], replicated=True).read()
+    report = PendingReport(rows, ["a", "b"], {}, {}, None, replicated=True).read()
     assert report.grad_norm == pytest.approx(5.0)
     assert report.group_grad_norms == pytest.approx({"a": 3.0, "b": 4.0})
 
@@ -41,7 +41,7 @@ def test_a_rank_without_finite_loss_is_named_and_one_request_stops_all() -> None
         [row(1.0, float("inf"), (0.0, 0.0), applied=0), row(float("nan"), float("inf"), (0.0, 0.0), stop=1)],
         dtype=torch.float64,
     )
-    report = PendingReport(rows, ["a", "b"], replicated=False).read()
+    report = PendingReport(rows, ["a", "b"], {}, {}, None, replicated=False).read()
     assert report.bad_ranks == (1,)
     assert not report.step_applied
     assert report.stop_requested

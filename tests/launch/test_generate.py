@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("\n\n".join(lines))
     prepared = python(
         *("-m", "data.prepare", "--input", folder / "text.txt", "--output", folder / "shards"),
-        *("--train-tokenizer", "bpe", "--vocab-size", "384", "--document-per", "paragraph", "--val-fraction", "0.1"),
+        *("--train-tokenizer", "bpe", "--vocab-size", "384", "--document-per", "block", "--val-fraction", "0.1"),
     )
     assert prepared.code == 0, prepared.errors
     config = {
