@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import csv
-import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.errors import EXIT_DONE, EXIT_FAILURE, RunError
+from launch.errors import RunError
+from launch.hf.folder import new_folder, run_command
 
 if TYPE_CHECKING:
     import torch
@@ -34,12 +34,7 @@ Tables = dict[str, list[dict[str, Any]]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     options = parse_arguments(arguments)
-    try:
-        diagnose(options)
-    except (RunError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILURE
-    return EXIT_DONE
+    return run_command(lambda: diagnose(options))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -83,8 +78,6 @@ def diagnose(options: argparse.Namespace) -> None:
     from launch.diagnose_report import write_report
     from launch.diagnose_sources import open_source
 
-    if options.output.exists() and any(options.output.iterdir()):
-        raise RunError(f"--output {options.output} is not empty; name a new folder")
     if options.max_queries < 1 or options.random_sets < 1:
         raise RunError("--max-queries and --random-sets are at least 1")
     try:
@@ -95,17 +88,17 @@ def diagnose(options: argparse.Namespace) -> None:
     lengths = choose_lengths(options.lengths, source.shape)
     layers = _choose("--layers", options.layers, source.shape.num_layers)
     heads = _choose("--heads", options.heads, source.shape.num_heads)
+    for size in options.set_sizes or ():
+        if not 1 <= size < max(lengths):
+            raise RunError(
+                f"--set-sizes: {size} is not between 1 and {max(lengths) - 1}, one less than the longest length"
+            )
     windows = cut_windows(source.encode(text), max(lengths), options.max_queries, options.text)
-    tables = measure(source, windows, lengths, layers, heads, options)
-    partial = options.output.with_name(options.output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for name, rows in tables.items():
-        write_csv(partial / f"{name}.csv", rows)
-    write_report(partial, source.shape, tables, options.text.name, len(windows))
-    if options.output.exists():
-        options.output.rmdir()
-    partial.rename(options.output)
+    with new_folder(options.output) as folder:
+        tables = measure(source, windows, lengths, layers, heads, options)
+        for name, rows in tables.items():
+            write_csv(folder / f"{name}.csv", rows)
+        write_report(folder, source.shape, tables, options.text.name, len(windows))
     print(f"{options.output / 'report.html'}")
 
 

@@ -33,50 +33,53 @@ def at_query(attention: SampledAttention, query: int) -> tuple[Tensor, Tensor, T
     return weights, attention.values_BHTV[:, :, :num_visible], position_1, num_visible
 
 
+def _sets(attention: SampledAttention, set_sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor, int, int]]:
+    """`at_query` of every sampled query with every set size that it sees more than."""
+    for query in range(len(attention.positions_Q)):
+        found = at_query(attention, query)
+        for size in set_sizes:
+            if size < found[-1]:
+                yield *found, size
+
+
 def distance_rows(
     attention: SampledAttention, set_sizes: Sequence[int], num_random_sets: int, generator: torch.Generator
 ) -> Iterator[Row]:
     """Distances of the top-N set and of random sets: `top`, its `bound`, `random`, and `random_estimate` below that."""
-    for query in range(len(attention.positions_Q)):
-        weights, values, position, num_visible = at_query(attention, query)
-        for size in (size for size in set_sizes if size < num_visible):
-            chosen = geometry.top_set(weights, size)
-            columns = {
-                "top": geometry.set_distance(weights, values, position, chosen),
-                "bound": geometry.distance_bound(weights, values, position, chosen),
-                "random": geometry.random_distance(weights, values, position, size, num_random_sets, generator),
-                "random_estimate": geometry.random_distance_estimate(weights, values, position, size),
-            }
-            yield from _rows({"L": num_visible, "N": size}, columns)
+    for weights, values, position, num_visible, size in _sets(attention, set_sizes):
+        chosen = geometry.top_set(weights, size)
+        columns = {
+            "top": geometry.set_distance(weights, values, position, chosen),
+            "bound": geometry.distance_bound(weights, values, position, chosen),
+            "random": geometry.random_distance(weights, values, position, size, num_random_sets, generator),
+            "random_estimate": geometry.random_distance_estimate(weights, values, position, size),
+        }
+        yield from _rows({"L": num_visible, "N": size}, columns)
 
 
 def separability_rows(attention: SampledAttention, set_sizes: Sequence[int]) -> Iterator[Row]:
     """`share` of separable tokens of the top-N set, its `lower_bound` and the `upper_estimate`; unit values."""
-    for query in range(len(attention.positions_Q)):
-        weights, values, position, num_visible = at_query(attention, query)
-        for size in (size for size in set_sizes if size < num_visible):
-            found = geometry.separability(weights, values, position, size)
-            columns = {
-                "share": found.share,
-                "lower_bound": found.lower_bound.clamp_min(0.0),
-                "upper_estimate": found.upper_estimate,
-            }
-            yield from _rows({"L": num_visible, "N": size}, columns)
+    for weights, values, position, num_visible, size in _sets(attention, set_sizes):
+        found = geometry.separability(weights, values, position, size)
+        columns = {
+            "share": found.share,
+            "lower_bound": found.lower_bound.clamp_min(0.0),
+            "upper_estimate": found.upper_estimate,
+        }
+        yield from _rows({"L": num_visible, "N": size}, columns)
 
 
 def critical_distances(
     attention: SampledAttention, set_sizes: Sequence[int], num_random_sets: int, generator: torch.Generator
 ) -> Iterator[Row]:
     """`top` and `random` distances for a fine grid of N, for the test that tells the two apart (`critical_size`)."""
-    for query in range(len(attention.positions_Q)):
-        weights, values, position, num_visible = at_query(attention, query)
-        for size in (size for size in set_sizes if size < num_visible):
-            chosen = geometry.top_set(weights, size)
-            columns = {
-                "top": geometry.set_distance(weights, values, position, chosen),
-                "random": geometry.random_distance(weights, values, position, size, num_random_sets, generator),
-            }
-            yield from _rows({"L": num_visible, "N": size}, columns)
+    for weights, values, position, num_visible, size in _sets(attention, set_sizes):
+        chosen = geometry.top_set(weights, size)
+        columns = {
+            "top": geometry.set_distance(weights, values, position, chosen),
+            "random": geometry.random_distance(weights, values, position, size, num_random_sets, generator),
+        }
+        yield from _rows({"L": num_visible, "N": size}, columns)
 
 
 def weight_rows(attention: SampledAttention) -> Iterator[Row]:

@@ -187,7 +187,7 @@ def test_killed_at_random_moments(corpus: Path, tokenizer_path: Path, texts: lis
         with pytest.raises(DataError):
             TokenSource.open(journal.parent / "train")
         assert not output.exists() or folder_content(output) == folder_content(whole)
-    assert num_kills >= 1  # a fast machine may finish before the others
+    assert num_kills >= 2
     result = subprocess.run([*command, str(output)], cwd=REPOSITORY, check=True, timeout=100, capture_output=True)
     assert b"going on after" in result.stdout or b"nothing to do" in result.stdout
     assert folder_content(output) == folder_content(whole)

@@ -115,7 +115,7 @@ def test_the_command_writes_tables_figures_and_a_report(gpt2_folder: Path, tmp_p
         for row in csv.DictReader(stream):
             assert float(row["top"]) <= float(row["bound"]) and int(row["N"]) < int(row["L"])
     again = python(*arguments)
-    assert again.code == 1 and "is not empty" in again.errors
+    assert again.code == 1 and "is not an empty folder" in again.errors
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,8 @@ def test_the_command_writes_tables_figures_and_a_report(gpt2_folder: Path, tmp_p
         (["--layers", ""], "expected numbers and ranges"),
         (["--text", "missing.txt"], "missing.txt"),
         (["--max-queries", "0"], "at least 1"),
+        (["--set-sizes", "0,4"], "--set-sizes: 0 is not between 1 and"),
+        (["--lengths", "8", "--set-sizes", "8"], "--set-sizes: 8 is not between 1 and 7"),
     ],
 )
 def test_bad_options_are_one_line(

@@ -258,7 +258,10 @@ def test_any_text_is_tokenised_alike(tokenizer_pair: tuple[Any, Any], text: str)
 def test_long_runs_and_documents_are_tokenised_alike(tokenizer_pair: tuple[Any, Any]) -> None:
     ours, theirs = tokenizer_pair
     if type(theirs).__name__ != "SteadyheadTokenizer" and "Unigram" in theirs.backend_tokenizer.to_str():
-        pytest.skip("the documented exception")
+        # Equally likely splits may differ (docs/export.md); the text may not.
+        text = "kalomi qu é x\n zu" + " " * 40 + "日本"
+        assert theirs.decode(theirs(text)["input_ids"]) == text
+        return
     words = ["kalomi", "x", "<0x0A>", "\n", " ", "qu", "é", "12", "\t", "zu<a|b>", "▁", "日本"]
     document = "".join(random.Random(1).choices(words, k=20_000))
     for text in [document, *(character * length for character in " x" for length in range(1, 150, 7))]:

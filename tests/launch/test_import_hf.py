@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -303,7 +304,6 @@ def test_a_tied_head_that_is_stored_must_equal_the_embedding(
 
 def test_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file written by the `gguf` package, with rows in llama.cpp's order."""
-    gguf = pytest.importorskip("gguf")
     foreign = make_foreign("llama tied (SmolLM2)")
     config = foreign.config
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
