@@ -181,7 +181,7 @@ class OptimConfig(Section):
 class SourceConfig(Section):
     """One source of training data."""
 
-    path: str = Field(min_length=1, description="folder of shards with a manifest, or the prefix of one Megatron shard")
+    path: str = Field(min_length=1, description="folder of shards, or the prefix of one Megatron shard")
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the other sources")
 
 
@@ -225,6 +225,20 @@ class ProfileConfig(Section):
     steps: int = Field(ge=1, description="number of profiled steps")
 
 
+class SpikeConfig(Section):
+    """When the loss or the gradient norm of a step counts as a spike, and what that does."""
+
+    window: int = Field(128, ge=2, description="steps that a step is compared with; half of them must be there")
+    threshold_sigma: float | None = Field(
+        6.0,
+        gt=0,
+        description="a spike is that many standard deviations of the window above its mean; null: none are looked for",
+    )
+    action: Literal["warn", "skip", "rollback"] = Field(
+        "warn", description="`warn`: say so; `skip`, `rollback`: as in train.on_nonfinite"
+    )
+
+
 class TrainConfig(Section):
     """How long and how the steps run."""
 
@@ -246,7 +260,15 @@ class TrainConfig(Section):
     z_loss: float = Field(0.0, ge=0, description="weight of mean(logsumexp(logits)^2); 1e-4 is usual, 0: off")
     compile: bool = Field(False, description="torch.compile for every block")
     activation_checkpointing: bool = Field(False, description="recompute each block in the backward pass")
-    on_nonfinite: Literal["stop"] = Field("stop", description="what a NaN or infinite loss or gradient does")
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="what a NaN or infinite loss or gradient does: `stop`; `skip`: the step changes nothing (each step"
+        " then waits for its figures); `rollback`: go on from the last checkpoint, without the samples from there to"
+        " here",
+    )
+    spike: SpikeConfig = Field(default_factory=SpikeConfig)
+    max_skips: int = Field(10, ge=1, description="steps skipped in a row after which the run stops")
+    max_rollbacks: int = Field(3, ge=1, description="rollbacks to one checkpoint after which the run stops")
     profile: ProfileConfig | None = Field(None, description="torch profiler trace: {start_step, steps}")
 
 
@@ -266,6 +288,7 @@ class CheckpointConfig(Section):
     every_steps: int = Field(1000, ge=1, description="steps between checkpoints; the last step always has one")
     keep_last: int = Field(2, ge=1, description="how many of the newest checkpoints stay")
     keep_every: int | None = Field(None, ge=1, description="checkpoints at multiples of this step are kept for good")
+    max_failures: int = Field(3, ge=1, description="saves that may fail in a row before the run stops")
 
 
 class ValidationConfig(Section):

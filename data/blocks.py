@@ -225,7 +225,7 @@ def _begins_with_an_object_in_a_line(content: bytes) -> bool:
 
 def _json_texts(path: Path, chunks: Iterator[Chunk], options: ReadOptions) -> Iterator[tuple[list[_Text], int]]:
     """The text of each record, with the bytes of the file read so far; only the record at hand is in memory."""
-    for number, (value, stored_bytes) in enumerate(read_json_values(path, chunks)):
+    for number, (value, stored_bytes) in enumerate(read_json_values(path, chunks, options.on_error)):
         text = value if isinstance(value, str) else value.get(options.text_key) if isinstance(value, dict) else None
         if not isinstance(text, str) and options.on_error != "skip":
             raise DataError(f"{path}: record {number:,}: {describe_missing_text(value, options.text_key)}")

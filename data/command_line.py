@@ -1,6 +1,7 @@
 """What the commands of this package share: one-line errors, and progress for terminals and for log files."""
 
 import argparse
+import io
 import os
 import sys
 import time
@@ -25,17 +26,24 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def run_command(command: Callable[[], int]) -> int:
     """Run a command; a user's fault becomes one line `error: …` and exit code 2."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # texts and paths have characters that terminals lack
     try:
         return command()
     except BrokenPipeError:  # whoever read the output has had enough, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (DataError, OSError) as error:
-        print(f"error: {' '.join(describe_error(error).split())}", file=sys.stderr)
-        return 2
+        return report_error(error)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+
+
+def report_error(error: Exception) -> int:
+    """Print a user's fault as a line `error: …`; returns the exit code for it."""
+    print(f"error: {' '.join(describe_error(error).split())}", file=sys.stderr)
+    return 2
 
 
 def describe_error(error: Exception) -> str:

@@ -137,6 +137,8 @@ def _load_saved(datasets: Any, request: DatasetRequest) -> tuple[Any, str]:
 
 def _loading_error(label: str, error: Exception) -> DataError:
     """The error, and what it came from, which says more in the case of some."""
+    if isinstance(error, StopIteration):  # the library looks at the first row of a stream
+        return DataError(f"{label}: a file is empty, or there is no row at all")
     messages = []
     cause: BaseException | None = error
     while cause is not None:

@@ -1,6 +1,7 @@
 """Hugging Face's `tokenizer.json`, and GPT-2's vocabulary and merges, by the `tokenizers` library."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tokenizers
@@ -28,22 +29,27 @@ class HuggingFaceTokenizer(Tokenizer):
             DataError: the content is not a tokenizer.json.
         """
         super().__init__(path, content)
-        try:
+        with _as_data_errors(f"{path}: not a tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises nothing more special
-            raise DataError(f"{path}: not a tokenizer.json: {' '.join(str(error).split())}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         if isinstance(self._tokenizer.model, tokenizers.models.BPE):
             self._tokenizer.model.dropout = None  # the same text gives the same ids
+        self.drops_characters = self._drops_characters()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        known = [token_id for name in END_OF_DOCUMENT_NAMES if (token_id := self.find_id(name)) is not None]
-        self.eod_id = known[0] if len(known) == 1 else None
+        known = [name for name in END_OF_DOCUMENT_NAMES if self.find_id(name) is not None]
+        self._tokenizer.add_special_tokens(known)  # which some files have as plain ones, that text may spell
+        self.eod_id = self.find_id(known[0]) if len(known) == 1 else None
 
     def encode(self, text: str) -> list[int]:
-        """See `Tokenizer`."""
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        """See `Tokenizer`.
+
+        Raises:
+            DataError: the tokenizer has no token for a part of the text, and none for what is unknown.
+        """
+        with _as_data_errors(f"{self.path}: cannot encode a text"):
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Tokenizer`."""
@@ -53,6 +59,14 @@ class HuggingFaceTokenizer(Tokenizer):
         """See `Tokenizer`."""
         return self._tokenizer.token_to_id(token)
 
+    def _drops_characters(self) -> bool:
+        """Byte pair encoding leaves out what it has no token for, unless it is told what to take instead."""
+        model = self._tokenizer.model
+        if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None or model.byte_fallback:
+            return False
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        return any(self.find_id(character) is None for character in alphabet)
+
 
 def convert_vocabulary_and_merges(vocabulary: Path, merges: Path) -> bytes:
     """The content of a `tokenizer.json` that encodes as GPT-2 does with these two files.
@@ -60,14 +74,22 @@ def convert_vocabulary_and_merges(vocabulary: Path, merges: Path) -> bytes:
     Raises:
         DataError: they are not a vocabulary and merges.
     """
-    try:
+    with _as_data_errors(f"{vocabulary}, {merges.name}: not a vocabulary and its merges"):
         model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
-    except Exception as error:  # the library raises nothing more special
-        message = " ".join(str(error).split())
-        raise DataError(f"{vocabulary}, {merges.name}: not a vocabulary and its merges: {message}") from None
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     if tokenizer.token_to_id(_GPT2_END_OF_TEXT) is not None:
         tokenizer.add_special_tokens([_GPT2_END_OF_TEXT])
     return tokenizer.to_str().encode()
+
+
+@contextmanager
+def _as_data_errors(what: str) -> Iterator[None]:
+    """The library raises nothing more special than Exception, and panics, which are not even that."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise DataError(f"{what}: {' '.join(str(error).split())}") from None
+        raise

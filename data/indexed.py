@@ -13,7 +13,7 @@ A document is one or more sequences; D is therefore the number of documents plus
 import os
 import struct
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -142,6 +142,13 @@ class IndexedShard:
         first_document = bisect_left(self._documents, first)
         last_document = _bisect_near(self._documents, last, first_document)
         return self._pointers[self._documents[first_document:last_document]] // self.dtype.itemsize
+
+    def document_of(self, token: int) -> int:
+        """Number of the document that a token belongs to, from 0."""
+        sequence = bisect_right(self._pointers, token * self.dtype.itemsize) - 1
+        if self._is_sequence_per_document:
+            return sequence
+        return bisect_right(self._documents, sequence) - 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens start … stop - 1 as a read-only view of the file, [stop - start] of `dtype`."""

@@ -2,6 +2,7 @@
 
 import glob
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import xxhash
 from data.command_line import Progress
 from data.errors import DataError
 from data.files import fingerprint_file
+from data.manifest import MANIFEST_NAME
 
 _FORMAT_OF_SUFFIX = {
     ".txt": "text",
@@ -58,14 +60,15 @@ class InputFile:
         return cls(path, format or "text", compression, path.stat().st_size)
 
 
-def find_input_files(inputs: Iterable[str], excluded: Sequence[Path] = ()) -> list[InputFile]:
+def find_input_files(inputs: Iterable[str], left_out: Counter[str], excluded: Sequence[Path] = ()) -> list[InputFile]:
     """Files that paths, folders and globs stand for, each once, in the order given and by name within each.
 
-    A folder stands for all files below it with a known suffix. Hidden files and folders are left out, links are
-    followed.
+    A folder stands for all files below it with a known suffix. Hidden files and folders and prepared outputs are left
+    out, links are followed.
 
     Args:
         inputs: as typed.
+        left_out: gets the numbers of other files in folders, by the suffix of their names.
         excluded: folders whose files are left out: the output may lie within an input.
 
     Raises:
@@ -73,7 +76,7 @@ def find_input_files(inputs: Iterable[str], excluded: Sequence[Path] = ()) -> li
     """
     files: dict[str, InputFile] = {}
     for given in inputs:
-        for path in _find(given, {os.path.realpath(folder) for folder in excluded}):
+        for path in _find(given, {os.path.realpath(folder) for folder in excluded}, left_out):
             files.setdefault(os.path.realpath(path), InputFile.open(path))
     return list(files.values())
 
@@ -88,10 +91,8 @@ def describe_files(files: Sequence[InputFile]) -> dict[str, Any]:
     done_bytes = 0
     with Progress("hashing the input", total_bytes) as progress:
         for file in files:
-            suffix = file.path.suffix.lower()
-            if file.compression is not None:
-                suffix = file.path.with_suffix("").suffix.lower() + suffix
-            digest.update(f"{suffix} {fingerprint_file(file.path)}\n".encode())
+            suffix = _whole_suffix(file.path.name)
+            digest.update(os.fsencode(f"{suffix} {fingerprint_file(file.path)}\n"))
             done_bytes += file.size_bytes
             progress.update(done_bytes)
     return {"num_files": len(files), "size_bytes": total_bytes, "xxh3": digest.hexdigest()}
@@ -106,9 +107,15 @@ def _split_suffixes(name: str) -> tuple[str | None, str | None]:
     return _FORMAT_OF_SUFFIX.get(suffix), compression
 
 
-def _find(given: str, excluded: set[str]) -> list[Path]:
+def _whole_suffix(name: str) -> str:
+    """ ".txt" or ".txt.gz", in lower case."""
+    stem, suffix = os.path.splitext(name.lower())
+    return os.path.splitext(stem)[1] + suffix if suffix in _COMPRESSION_OF_SUFFIX else suffix
+
+
+def _find(given: str, excluded: set[str], left_out: Counter[str]) -> list[Path]:
     if os.path.isdir(given):
-        found = sorted(_files_below(given, excluded))
+        found = sorted(_files_below(given, excluded, left_out))
         if not found:
             raise DataError(f"--input {given}: no {', '.join(_FORMAT_OF_SUFFIX)} file in this folder")
         return found
@@ -119,15 +126,15 @@ def _find(given: str, excluded: set[str]) -> list[Path]:
     found = []
     for match in sorted(glob.glob(given, recursive=True)):
         if os.path.isdir(match) and "**" not in given:
-            found += sorted(_files_below(match, excluded))
-        elif os.path.isfile(match) and not _is_below(os.path.realpath(match), excluded):
+            found += sorted(_files_below(match, excluded, left_out))
+        elif _is_file(match) and not _is_below(os.path.realpath(match), excluded):
             found.append(Path(match))
     if not found:
         raise DataError(f"--input {given}: no such file or folder, and no file matches it as a pattern")
     return found
 
 
-def _files_below(folder: str, excluded: set[str]) -> Iterator[Path]:
+def _files_below(folder: str, excluded: set[str], left_out: Counter[str]) -> Iterator[Path]:
     visited: set[str] = set()  # links may lead round in a circle
 
     def stop(error: OSError) -> None:
@@ -135,19 +142,31 @@ def _files_below(folder: str, excluded: set[str]) -> Iterator[Path]:
 
     for parent, children, names in os.walk(folder, followlinks=True, onerror=stop):
         resolved = os.path.realpath(parent)
-        if resolved in visited or (resolved in excluded and parent != folder):
+        is_output = MANIFEST_NAME in names and any(name.endswith(".idx") for name in names)
+        if resolved in visited or is_output or (resolved in excluded and parent != folder):
             children.clear()
             continue
         visited.add(resolved)
         children[:] = sorted(name for name in children if not name.startswith("."))
         for name in names:
-            if name.startswith(".") or name in _METADATA_NAMES or _split_suffixes(name)[0] is None:
+            if name.startswith(".") or name in _METADATA_NAMES:
                 continue
             path = os.path.join(parent, name)
-            if os.path.isfile(path):
+            if _split_suffixes(name)[0] is None:
+                left_out[_whole_suffix(name)] += 1
+            elif _is_file(path):
                 yield Path(path)
-            elif os.path.islink(path):
-                raise DataError(f"{path}: a link to {os.readlink(path)}, which is no file")
+
+
+def _is_file(path: str) -> bool:
+    """Whether a path that is no folder is a file.
+
+    Raises:
+        DataError: it is a link that leads nowhere.
+    """
+    if os.path.islink(path) and not os.path.exists(path):
+        raise DataError(f"{path}: a link to {os.readlink(path)}, which is no file")
+    return os.path.isfile(path)
 
 
 def _is_below(resolved: str, folders: set[str]) -> bool:

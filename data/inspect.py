@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.command_line import ArgumentParser, Progress, run_command
+from data.command_line import ArgumentParser, Progress, report_error, run_command
 from data.errors import DataError
 from data.files import hash_file
 from data.indexed import IndexedShard, bin_path
@@ -96,13 +96,21 @@ def length_histogram(source: TokenSource) -> list[tuple[int, int, int]]:
     return [(*bounds[digits], int(counts[digits])) for digits in range(used[0], used[-1] + 1)]
 
 
+def find_sources(path: Path) -> list[Path]:
+    """The source at a path, or all of those one or two folders below it: an output's splits, the splits of outputs."""
+    if (path / MANIFEST_NAME).exists() or any(path.glob("*.idx")):
+        return [path]
+    patterns = [f"{depth}/{name}" for depth in ("*", "*/*") for name in (MANIFEST_NAME, "*.idx")]
+    return sorted({found.parent for pattern in patterns for found in path.glob(pattern)}) or [path]
+
+
 def inspect_source(path: Path, num_samples: int) -> None:
     """Verify one source, print its counts, the lengths of its documents and the beginnings of a few of them.
 
     Raises:
         DataError: says what is wrong and where.
     """
-    if path.is_dir():
+    if (path / MANIFEST_NAME).exists():
         verify_hashes(path, Manifest.read(path))
     source = TokenSource.open(path)
     num_documents = sum(shard.num_documents for shard in source.shards)
@@ -129,7 +137,27 @@ def inspect_source(path: Path, num_samples: int) -> None:
             print(f"  counts of the whole input: {counts}")
     _print_histogram(length_histogram(source))
     for number in np.unique(np.linspace(0, num_documents - 1, min(num_samples, num_documents)).astype(int)):
-        print(f"  document {number:,}: {_beginning(source.shards, int(number), tokenizer)}")
+        text = _decode(source.shards, int(number), tokenizer, _SHOWN_TOKENS)
+        print(f"  document {number:,}: {text if tokenizer is None else repr(text)}")
+
+
+def show_document(path: Path, document: int) -> None:
+    """Print one document whole: its text where there is a tokenizer, else its ids.
+
+    Args:
+        path: a source, or one of its shards.
+        document: counted within that, from 0.
+
+    Raises:
+        DataError: there is no such document.
+    """
+    source = TokenSource.open(path)
+    folder = path if path.is_dir() else path.parent
+    manifest = Manifest.read(folder) if (folder / MANIFEST_NAME).exists() else None
+    num_documents = sum(shard.num_documents for shard in source.shards)
+    if not 0 <= document < num_documents:
+        raise DataError(f"--document {document}: {path} has the documents 0 to {num_documents - 1:,}")
+    print(_decode(source.shards, document, _load_tokenizer(folder, manifest)))
 
 
 def _print_histogram(histogram: list[tuple[int, int, int]]) -> None:
@@ -154,13 +182,15 @@ def _load_tokenizer(path: Path, manifest: Manifest | None) -> Tokenizer | None:
     return tokenizer
 
 
-def _beginning(shards: list[IndexedShard], document: int, tokenizer: Tokenizer | None) -> str:
-    """First tokens of a document of the source, as text where there is a tokenizer."""
+def _decode(
+    shards: list[IndexedShard], document: int, tokenizer: Tokenizer | None, num_tokens: int | None = None
+) -> str:
+    """The first tokens of a document of the source, or all, as text where there is a tokenizer."""
     for shard in shards:
         if document < shard.num_documents:
             start, stop = shard.document_offsets[document : document + 2].tolist()
-            ids = shard.read(start, min(stop, start + _SHOWN_TOKENS)).tolist()
-            return repr(tokenizer.decode(ids)) if tokenizer is not None else " ".join(map(str, ids))
+            ids = shard.read(start, stop)[:num_tokens].tolist()
+            return tokenizer.decode(ids) if tokenizer is not None else " ".join(map(str, ids))
         document -= shard.num_documents
     raise IndexError(document)
 
@@ -173,16 +203,26 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(
             "path",
             type=Path,
-            help="output of data.prepare, one of its splits, or a .bin/.idx pair without suffix",
+            help="output of data.prepare, one of its splits, a folder of .bin/.idx pairs, or one pair without suffix; "
+            "of a folder of such folders, all of them",
         )
         parser.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)")
+        parser.add_argument(
+            "--document", type=int, metavar="N", help="only show document N of the source or shard, whole; from 0"
+        )
         given = parser.parse_args(arguments)
+        if given.document is not None:
+            show_document(given.path, given.document)
+            return 0
         if given.samples < 0:
             raise DataError(f"--samples {given.samples}: 0 or more expected")
-        splits = sorted(manifest.parent for manifest in given.path.glob(f"*/{MANIFEST_NAME}"))
-        for path in splits or [given.path]:
-            inspect_source(path, given.samples)
-        return 0
+        exit_code = 0
+        for path in find_sources(given.path):
+            try:
+                inspect_source(path, given.samples)
+            except DataError as error:
+                exit_code = report_error(error)
+        return exit_code
 
     return run_command(command)
 

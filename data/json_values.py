@@ -1,6 +1,5 @@
 """The values in a JSON file of any size: of the list that it holds, or one after the other; one at a time in memory."""
 
-import codecs
 import json
 import re
 from collections.abc import Iterator
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from data.errors import DataError
-from data.streams import Chunk
+from data.streams import Chunk, decode_chunks
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN_VALUES = re.compile(r"[ \t\r\n]*,?[ \t\r\n]*")
@@ -16,15 +15,15 @@ _LONGEST_LITERAL = 16  # an error so near to the end of what has been read may b
 _DECODER = json.JSONDecoder()
 
 
-def read_json_values(path: Path, chunks: Iterator[Chunk]) -> Iterator[tuple[Any, int]]:
+def read_json_values(path: Path, chunks: Iterator[Chunk], on_error: str) -> Iterator[tuple[Any, int]]:
     """Each value, and the bytes of the file as stored that have been read by then.
 
-    A byte that is not UTF-8 is in the value as `surrogateescape` writes it.
+    A byte that is not UTF-8 is an error if `on_error` is "stop", else half of a surrogate pair in the value.
 
     Raises:
-        DataError: the file is not JSON; names the character.
+        DataError: the file is not JSON or not UTF-8; names the character or byte.
     """
-    window = _Window(path, chunks)
+    window = _Window(path, decode_chunks(chunks, "utf-8", path, on_error))
     window.skip(_SPACE)
     in_list = window.peek() == "["
     if in_list:
@@ -53,11 +52,11 @@ class _Window:
         stored_bytes: read so far.
     """
 
-    def __init__(self, path: Path, chunks: Iterator[Chunk]) -> None:
+    def __init__(self, path: Path, texts: Iterator[tuple[str, int]]) -> None:
         self.position = 0
         self.stored_bytes = 0
         self._path = path
-        self._pieces = _decode(chunks)
+        self._pieces = _without_byte_order_mark(texts)
         self._text = ""
         self._chars_before = 0
         self._at_end = False
@@ -113,15 +112,11 @@ class _Window:
         self._text, self.position = "".join(parts), 0
 
 
-def _decode(chunks: Iterator[Chunk]) -> Iterator[tuple[str, int]]:
-    """Pieces of text, none of them empty, without a byte order mark at the beginning."""
-    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
-    is_first, stored_bytes = True, 0
-    for content, stored_bytes in chunks:
-        text = decoder.decode(content)
-        if is_first and text:
-            text, is_first = text.removeprefix("\ufeff"), False
+def _without_byte_order_mark(texts: Iterator[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Pieces of text, none of them empty."""
+    is_first = True
+    for piece, stored_bytes in texts:
+        text = piece.removeprefix("\ufeff") if is_first else piece
+        is_first &= not piece
         if text:
             yield text, stored_bytes
-    if rest := decoder.decode(b"", final=True):
-        yield rest, stored_bytes

@@ -13,6 +13,7 @@ from data.files import write_file
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 COUNT_NAMES = ("documents", "empty", "skipped", "replaced", "nul", "text_bytes")
+_MOST_HINTS = 4
 _VOCAB_MULTIPLE = 64  # rows of the embedding: a multiple of the tile that matrix kernels work in
 
 
@@ -101,6 +102,12 @@ class Manifest:
         return cls(**content)
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Whether a preparation is at work in a folder, or was killed there."""
+    names = (folder.absolute().name, folder.absolute().parent.name)
+    return any(name.endswith(".partial") for name in names) or any(folder.glob("*.bin.tmp"))
+
+
 def pad_vocab_size(vocab_size: int) -> int:
     """`vocab_size` rounded up to a multiple of 64."""
     return -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
@@ -140,8 +147,9 @@ def _check_fields(path: Path, content: object, types: Mapping[str, type]) -> Non
 
 def _hint(folder: Path) -> str:
     """Where the shards may be instead."""
-    if any(name.endswith(".partial") for name in (folder.name, folder.absolute().parent.name)):
+    if is_unfinished(folder):
         return "an unfinished preparation; the command that began it goes on with it"
-    if splits := sorted(child.parent.name for child in folder.glob(f"*/{MANIFEST_NAME}")):
-        return f"did you mean {' or '.join(str(folder / split) for split in splits)}?"
-    return "a source is a folder made by data.prepare, or the path of a .bin/.idx pair without its suffix"
+    if found := sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST_NAME}")):
+        more = " or ..." if len(found) > _MOST_HINTS else ""
+        return f"did you mean {' or '.join(map(str, found[:_MOST_HINTS]))}{more}?"
+    return "a source is a folder made by data.prepare, one of .bin/.idx pairs, or one such pair without its suffix"

@@ -11,7 +11,7 @@ from data.command_line import ArgumentParser
 from data.dataset import DatasetRequest
 from data.encode import SplitOptions
 from data.errors import DataError
-from data.sentencepiece_tokenizer import MODEL_TYPES
+from data.sentencepiece_tokenizer import LEAST_VOCAB_SIZE, MODEL_TYPES
 from data.streams import check_encoding
 from data.tokenizer import Tokenizer
 
@@ -54,7 +54,7 @@ class Options:
         if not 0 <= self.val_fraction < 1:
             raise DataError(f"--val-fraction {self.val_fraction}: a number from 0 to below 1 expected")
         for flag, value, least in [
-            ("--vocab-size", self.vocab_size, 1),
+            ("--vocab-size", self.vocab_size, LEAST_VOCAB_SIZE),
             ("--shard-tokens", self.shard_tokens, 1),
             ("--workers", self.num_workers, 1),
             ("--seed", self.seed, 0),
@@ -201,6 +201,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> Options:
         raise DataError("--eod-token: only with --tokenizer; a trained one has its own")
     dataset = None
     if given.dataset is not None:
+        for flag, default in (("document_per", ReadOptions.document_per), ("encoding", ReadOptions.encoding)):
+            if getattr(given, flag) != default:
+                raise DataError(f"--{flag.replace('_', '-')}: only with --input; a data set's rows are documents")
         dataset = DatasetRequest(
             name=given.dataset,
             config=given.config,

@@ -26,6 +26,8 @@ the phases before have left it; what they have used up follows from their length
        phase           0                                    | 1
        per block       A 3072, B 768, C 256 | cut short     | A 2048, D 2048          |
 
+A run may leave ranges of samples out (see `data.skips`); all other samples keep their places, and so their windows.
+
 The permutation is computed a point at a time with a small cipher whose domain is the windows: the generalised
 Feistel network of Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 5, made to
 fit exactly with their cycle walking, section 4. An index x below n is split into two digits of base
@@ -41,6 +43,7 @@ x that lands on one of those goes through the network again until it comes back 
 cycle, it must: the cycle started below n.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +51,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.errors import DataError
+from data.skips import SkippedSamples
 
 BLOCK_SAMPLES = 4096
 _NUM_ROUNDS = 8
@@ -95,6 +99,7 @@ class SampleOrder:
 
     Attributes:
         num_sources: of all phases together.
+        skipped: what is left out; samples are counted without it, first samples of phases with it.
     """
 
     def __init__(
@@ -115,6 +120,7 @@ class SampleOrder:
         phases = [Phase(0, range(len(weights)), weights), *later_phases]
         assert {source for phase in phases for source in phase.sources} == set(range(len(num_windows)))
         self.num_sources = len(num_windows)
+        self.skipped = SkippedSamples()
         self._seed = seed
         self._num_windows = np.array(num_windows, np.int64)
         self._mixtures: list[_Mixture] = []
@@ -128,12 +134,27 @@ class SampleOrder:
                 used = used + self._mixtures[-1].samples_of_sources(length)
             self._mixtures.append(_Mixture(phase, number, used, seed))
 
+    def skipping(self, skipped: SkippedSamples) -> "SampleOrder":
+        """The same order without these samples."""
+        other = copy.copy(self)
+        other.skipped = skipped
+        return other
+
     def counts(self, phase: int = 0) -> np.ndarray:
         """Samples of each source in a block of 4,096 of a phase: int64 [num_sources]."""
         return self._mixtures[phase].counts
 
     def samples_of_sources(self, num_samples: int) -> np.ndarray:
         """How many of the first `num_samples` samples each source gets, exactly: int64 [num_sources]."""
+        num_places = int(self.skipped.places(np.array(num_samples - 1))) + 1 if num_samples else 0
+        counts = self._samples_before(num_places)
+        for first, stop in self.skipped.ranges:
+            if first < num_places:
+                counts = counts - (self._samples_before(stop) - self._samples_before(first))
+        return counts
+
+    def _samples_before(self, num_samples: int) -> np.ndarray:
+        """The same with nothing left out."""
         mixture = self._mixtures[int(np.searchsorted(self._first_samples, num_samples, side="right")) - 1]
         return mixture.used + mixture.samples_of_sources(num_samples - mixture.first_sample)
 
@@ -143,7 +164,7 @@ class SampleOrder:
         Costs about 0.1 ms for each block of 4,096 that the samples touch, and 1 µs a sample.
         """
         shape = np.shape(samples)
-        flat = np.asarray(samples, np.int64).reshape(-1)
+        flat = self.skipped.places(np.asarray(samples, np.int64).reshape(-1))
         source, rank = np.empty_like(flat), np.empty_like(flat)
         phases = np.searchsorted(self._first_samples, flat, side="right") - 1
         for phase in np.unique(phases):

@@ -18,9 +18,23 @@ from data.source import TokenSource
 _FORMER_OPTIONS: Mapping[str, Any] = {"encoding": "utf-8", "on_error": "stop", "newlines": "unify"}
 
 
+def resolve_output(output: Path) -> Path:
+    """The folder that OUTPUT names, without links and `..`; it need not be there.
+
+    Raises:
+        DataError: it cannot be replaced by another folder.
+    """
+    resolved = Path(os.path.realpath(output))
+    if os.path.ismount(resolved):  # as of a container's volume
+        raise DataError(f"--output {output}: a mount point, which cannot be replaced; choose a folder in it")
+    if resolved == Path.cwd():
+        raise DataError(f"--output {output}: the current folder, which cannot be replaced; choose another")
+    return resolved
+
+
 def partial_path(output: Path) -> Path:
     """`OUTPUT.partial`, where an unfinished output is."""
-    return output.absolute().with_name(output.absolute().name + ".partial")
+    return output.with_name(f"{output.name}.partial")
 
 
 def is_made_already(output: Path, options: dict[str, Any], input_record: dict[str, Any], overwrite: bool) -> bool:

@@ -34,7 +34,7 @@ from data.inputs import describe_files, find_input_files
 from data.journal import Journal
 from data.manifest import pad_vocab_size
 from data.options import Options, parse_arguments
-from data.output import clear, is_made_already, partial_folder, partial_path, publish
+from data.output import clear, is_made_already, partial_folder, partial_path, publish, resolve_output
 from data.parallel import map_tasks
 from data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from data.shards import SplitWriter
@@ -47,12 +47,21 @@ _SECONDS_BETWEEN_SAVES = 30.0
 
 @dataclass(frozen=True)
 class _Input:
-    """The sources, how many bytes they are (0 if unknown), what to call them, and what the manifest keeps of them."""
+    """What is read.
+
+    Attributes:
+        sources: in order.
+        size_bytes: of all of them, 0 if unknown.
+        name: what to call them.
+        record: what the manifest keeps of them.
+        changed_ns: when a file was changed last; 0 for a data set.
+    """
 
     sources: Sequence[Source]
     size_bytes: int
     name: str
     record: dict[str, Any]
+    changed_ns: int = 0
 
 
 @dataclass
@@ -87,37 +96,46 @@ def prepare(options: Options) -> None:
     if options.tokenizer is not None:
         given = Tokenizer.load(options.tokenizer)
         given.choose_eod_id(options.eod_token)  # or say that it cannot, before anything is read
+        if given.drops_characters:
+            print(f"{given.path} has no token for some characters, and none for unknown ones: they are left out")
     recorded = options.recorded(given)
-    source = _open_input(options)
-    if is_made_already(options.output, recorded, source.record, options.overwrite):
+    output = resolve_output(options.output)
+    source = _open_input(options, output)
+    if is_made_already(output, recorded, source.record, options.overwrite):
         print(f"{options.output} was made from the same input with the same options: nothing to do")
         return
-    with partial_folder(options.output) as folder:
+    with partial_folder(output) as folder:
         print(f"reading {source.name}; writing {folder}", flush=True)
-        journal = _find_journal(folder, {"options": recorded, "input": source.record})
+        # The time too: the record has only samples of large files, and what follows must be of the same files.
+        purpose = {"options": recorded, "input": source.record, "changed_ns": source.changed_ns}
+        journal = _find_journal(folder, purpose)
         tokenizer = _get_tokenizer(options, given, source, folder)
         eod_id = tokenizer.choose_eod_id(options.eod_token)
         written = _write_shards(options, source, tokenizer, eod_id, folder, journal)
         if "train" not in written.writers:
-            found = f"{written.counts['documents']:,} found, {written.counts['empty']:,} of them empty"
-            raise DataError(f"no document for training: {found}; --val-fraction {options.val_fraction}")
+            raise DataError(f"no document for training: {_describe_shortage(written, options)}")
         splits = sorted(written.writers)  # "train" comes before "val"
         for split in splits:
             writer = written.writers[split]
             writer.write_manifest(splits, tokenizer, eod_id, recorded, source.record, written.counts)
-        publish(folder, options.output)
+        publish(folder, output)
     _print_summary(options, tokenizer, written, splits, time.monotonic() - start)
 
 
-def _open_input(options: Options) -> _Input:
+def _open_input(options: Options, output: Path) -> _Input:
     if options.dataset is not None:
         dataset = DatasetSource(options.dataset)
         record = dataset.describe()
         return _Input([dataset], dataset.size_bytes, f"data set {options.dataset.name}", record)
-    files = find_input_files(options.inputs, (options.output, partial_path(options.output)))
+    left_out: Counter[str] = Counter()
+    files = find_input_files(options.inputs, left_out, (output, partial_path(output)))
+    if left_out:
+        kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in left_out.most_common(5))
+        print(f"left out {_plural(left_out.total(), 'file')} of other names: {kinds}", flush=True)
     record = describe_files(files)
     name = f"{_plural(len(files), 'file')}, {record['size_bytes'] / 1e6:,.1f} MB"
-    return _Input([FileSource(file) for file in files], record["size_bytes"], name, record)
+    changed_ns = max(file.path.stat().st_mtime_ns for file in files)
+    return _Input([FileSource(file) for file in files], record["size_bytes"], name, record, changed_ns)
 
 
 def _find_journal(folder: Path, purpose: dict[str, Any]) -> Journal:
@@ -213,6 +231,17 @@ def _go_on(options: Options, dtype: np.dtype, folder: Path, journal: Journal) ->
     if journal.position != Position():
         print(f"going on after {written.counts['documents']:,} documents, {written.num_tokens:,} tokens", flush=True)
     return written
+
+
+def _describe_shortage(written: _Written, options: Options) -> str:
+    num_val = sum(writer.num_documents for writer in written.writers.values())
+    counts = [
+        (written.counts["empty"], "of them empty"),
+        (written.counts["skipped"], f"left out (--on-error {options.read.on_error})"),
+        (num_val, f"for validation (--val-fraction {options.val_fraction})"),
+    ]
+    parts = [f"{count:,} {meaning}" for count, meaning in counts if count]
+    return ", ".join([f"{written.counts['documents']:,} found", *parts])
 
 
 def _print_summary(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from data.blocks import Block, JsonLinesBlock, ReadOptions, RecordBlock, TextBlock, describe_missing_text
 from data.errors import DataError
+from data.streams import describe_bad_byte
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -86,9 +87,8 @@ class _Reader:
         try:
             return self._unify(content.decode())
         except UnicodeDecodeError as error:
-            found = f"byte {offset + error.start:,} is 0x{content[error.start]:02X}"
-            hint = _guess_encoding(content) if offset + error.start == 0 else ""
-            self._settle(f"{place}: {found}: not UTF-8{hint} (--encoding, --on-error)")
+            found = describe_bad_byte(offset + error.start, content[error.start], "utf-8", content)
+            self._settle(f"{place}: {found}")
         if self._options.on_error == "skip":
             return None
         text = content.decode(errors="replace")
@@ -122,13 +122,6 @@ class _Reader:
         if self._options.newlines == "keep" or "\r" not in text:
             return text
         return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _guess_encoding(content: bytes) -> str:
-    """A hint for files that begin with the byte order mark of another encoding."""
-    if content.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return " but perhaps UTF-16 (--encoding utf-16)"
-    return ""
 
 
 def _whole(content: bytes) -> Iterator[tuple[int, bytes]]:

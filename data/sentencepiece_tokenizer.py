@@ -14,6 +14,7 @@ from data.tokenizer import Tokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
 MODEL_TYPES = ("unigram", "bpe")
+LEAST_VOCAB_SIZE = 260  # 256 bytes, three others and a character
 _TRAINING_THREADS = 4  # fixed: sums of floats, and so the result, depend on it
 _SENTENCE_CHARS = 4096
 
@@ -39,6 +40,8 @@ class SentencePieceTokenizer(Tokenizer):
         """
         super().__init__(path, content)
         try:
+            if not content:  # which the library takes for nothing to load
+                raise RuntimeError
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError:
             raise DataError(f"{path}: not a SentencePiece model") from None
@@ -104,7 +107,7 @@ def train_sentencepiece(texts: Iterable[str], out_path: str | Path, vocab_size: 
             eos_piece=END_OF_DOCUMENT,
             minloglevel=4,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise DataError(_explain_failure(str(error), vocab_size)) from None
     write_file(Path(out_path), model.getvalue())
 
@@ -118,7 +121,7 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _explain_failure(message: str, vocab_size: int) -> str:
-    vocabulary = f"a vocabulary of {vocab_size:,}"
+    vocabulary = f"a vocabulary of {vocab_size:,} (--vocab-size)"
     if limit := re.search(r"Vocabulary size too high.*<= (\d+)", message):
         return f"{vocabulary} is too large for this text, which gives at most {int(limit[1]):,} pieces"
     if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):

@@ -10,7 +10,7 @@ import numpy as np
 from data.command_line import Progress
 from data.errors import DataError
 from data.files import hash_file, write_file
-from data.indexed import IndexedShardWriter, bin_path, idx_path
+from data.indexed import IndexedShard, IndexedShardWriter, bin_path, idx_path
 from data.manifest import COUNT_NAMES, FileRecord, Manifest, pad_vocab_size
 from data.tokenizer import Tokenizer
 
@@ -63,10 +63,9 @@ class SplitWriter:
         writer = cls(folder, split, dtype, shard_tokens)
         writer.num_documents, writer.num_tokens = state.num_documents, state.num_tokens
         writer.prefixes = [writer._prefix(number) for number in range(state.num_full_shards)]
-        for prefix in writer.prefixes:
-            for path in (bin_path(prefix), idx_path(prefix)):
-                if not path.is_file():
-                    raise DataError(f"{path}: no such file")
+        num_tokens = state.open_tokens + sum(IndexedShard.open(prefix).num_tokens for prefix in writer.prefixes)
+        if num_tokens != state.num_tokens:
+            raise DataError(f"{folder}: {num_tokens:,} tokens in the shards, {state.num_tokens:,} were written")
         kept = {path.name for prefix in writer.prefixes for path in (bin_path(prefix), idx_path(prefix))}
         if state.open_documents:
             prefix = writer._prefix(state.num_full_shards)

@@ -9,7 +9,9 @@ The last token of a read is only ever a target, so that every token but the very
 epoch (apart from a remainder of fewer than seq_len tokens at the end).
 """
 
+import re
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from data.errors import DataError
 from data.indexed import IndexedShard, bin_path, idx_path
-from data.manifest import Manifest
+from data.manifest import MANIFEST_NAME, Manifest, is_unfinished
 
 
 class TokenSource:
@@ -37,8 +39,8 @@ class TokenSource:
         self.path = path
         self.manifest = manifest
         self.shards = shards
-        self.name = path.name
-        if manifest is not None and path.name == manifest.split:
+        self.name = path.absolute().name
+        if manifest is not None and self.name == manifest.split:
             self.name = path.absolute().parent.name
         # Token at which each shard starts, and the total. A list, since single numbers of an array are slow to get.
         self._starts = list(accumulate((shard.num_tokens for shard in shards), initial=0))
@@ -46,15 +48,18 @@ class TokenSource:
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenSource":
-        """Open a folder that holds shards and their manifest, or a Megatron pair `PATH.bin`, `PATH.idx`.
+        """Open a folder of shards, with a manifest or without, or a Megatron pair `PATH.bin`, `PATH.idx`.
 
-        The suffix of a pair may be given too. Sizes are checked, hashes are not (`data.inspect` does that).
+        The suffix of a pair may be given too. Without a manifest, a folder's shards are all its pairs, by name, with
+        numbers in the names by their value. Sizes are checked, hashes are not (`data.inspect` does that).
 
         Raises:
             DataError: nothing there, or the manifest or a shard is missing, damaged or contradicts the other.
         """
         path = Path(path)
         if path.is_dir():
+            if not (path / MANIFEST_NAME).exists() and (prefixes := _find_pairs(path)):
+                return cls(path, None, [IndexedShard.open(prefix) for prefix in prefixes])
             manifest = Manifest.read(path)
             shards = [IndexedShard.open(path / name) for name in manifest.shard_names]
             source = cls(path, manifest, shards)
@@ -65,7 +70,7 @@ class TokenSource:
             return source
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
         if not bin_path(prefix).exists() and not idx_path(prefix).exists():
-            raise DataError(f"{path}: neither a folder with a manifest.json nor a {prefix.name}.bin/.idx pair")
+            raise DataError(f"{path}: neither a folder of shards nor the name of a .bin/.idx pair")
         return cls(prefix, None, [IndexedShard.open(prefix)])
 
     def num_windows(self, seq_len: int) -> int:
@@ -82,16 +87,21 @@ class TokenSource:
 
     def read_window(self, window: int, seq_len: int, out: np.ndarray) -> None:
         """Copy tokens window·seq_len … (window + 1)·seq_len, both included, into `out` [seq_len + 1]."""
+        filled = 0
+        for shard, start, stop in self.pieces(window, seq_len):
+            out[filled : filled + stop - start] = shard.read(start, stop)
+            filled += stop - start
+
+    def pieces(self, window: int, seq_len: int) -> Iterator[tuple[IndexedShard, int, int]]:
+        """The shards that hold a window's tokens, each with the range of them within it."""
         start = window * seq_len
         stop = start + seq_len + 1
         shard = self._shard_of(start)
-        filled = 0
         while start < stop:
             shard_start = self._starts[shard]
             shard_stop = min(stop, self._starts[shard + 1])
-            count = shard_stop - start
-            out[filled : filled + count] = self.shards[shard].read(start - shard_start, shard_stop - shard_start)
-            filled += count
+            if start < shard_stop:
+                yield self.shards[shard], start - shard_start, shard_stop - shard_start
             start = shard_stop
             shard += 1
 
@@ -121,3 +131,17 @@ class TokenSource:
     def _shard_of(self, token_offset: int) -> int:
         # From the right: steps over empty shards, which start where their successor does.
         return bisect_right(self._starts, token_offset) - 1
+
+
+def _find_pairs(folder: Path) -> list[Path]:
+    """Prefixes of the shards in a folder without a manifest; none if it holds no shards or is unfinished."""
+    if is_unfinished(folder):
+        return []
+    paths = [path for path in folder.iterdir() if path.suffix in (".bin", ".idx") and not path.name.startswith(".")]
+    return sorted({path.with_suffix("") for path in paths}, key=lambda prefix: _natural_order(prefix.name))
+
+
+def _natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
+    """For sorting: "part_2" before "part_10"."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if index % 2 else (0, part) for index, part in enumerate(parts)], name

@@ -63,7 +63,7 @@ def check_encoding(name: str) -> str:
     try:
         codec = codecs.lookup(name)
         "".encode(name)  # not one of those from bytes to bytes
-    except LookupError:
+    except (LookupError, ValueError):
         raise DataError(
             f"--encoding {name}: unknown; expected a name such as utf-8, latin-1, utf-16, gb18030"
         ) from None
@@ -79,27 +79,47 @@ def to_utf8(chunks: Iterator[Chunk], encoding: str, path: Path, on_error: str) -
     if encoding == "utf-8":
         yield from chunks
         return
+    for text, stored_bytes in decode_chunks(chunks, encoding, path, on_error):
+        yield Chunk(text.encode("utf-8", "surrogateescape"), stored_bytes)
+
+
+def decode_chunks(chunks: Iterator[Chunk], encoding: str, path: Path, on_error: str) -> Iterator[tuple[str, int]]:
+    """The text of chunks, with the bytes stored; where a byte cannot be decoded, it has half of a surrogate pair.
+
+    Raises:
+        DataError: there is such a byte and `on_error` is "stop".
+    """
     codecs.register_error(_MARK_ERRORS, lambda error: (_MARK, error.end))  # type: ignore[attr-defined]
     decoder = codecs.getincrementaldecoder(encoding)("strict" if on_error == "stop" else _MARK_ERRORS)
     read_bytes = stored_bytes = 0
     for content, stored_bytes in chunks:
         read_bytes += len(content)
-        yield Chunk(_decode(decoder, content, False, read_bytes, encoding, path), stored_bytes)
-    yield Chunk(_decode(decoder, b"", True, read_bytes, encoding, path), stored_bytes)
+        yield _decode(decoder, content, False, read_bytes, encoding, path), stored_bytes
+    yield _decode(decoder, b"", True, read_bytes, encoding, path), stored_bytes
+
+
+def describe_bad_byte(offset: int, byte: int, encoding: str, beginning: bytes) -> str:
+    """What is wrong with a byte of a file or record that begins so, and which options answer it."""
+    marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    hint = ", but perhaps UTF-16 (--encoding utf-16)" if offset == 0 and beginning.startswith(marks) else ""
+    return f"byte {offset:,} is 0x{byte:02X}: not {encoding.upper()}{hint} (--encoding, --on-error)"
 
 
 def _decode(
     decoder: codecs.IncrementalDecoder, content: bytes, final: bool, read_bytes: int, encoding: str, path: Path
-) -> bytes:
+) -> str:
     try:
-        return decoder.decode(content, final).encode("utf-8", "surrogateescape")
+        return decoder.decode(content, final)
     except UnicodeDecodeError as error:
         # The decoder had kept the beginning of `error.object` from earlier chunks.
         offset = read_bytes - len(error.object) + error.start
-        found = f"0x{error.object[error.start]:02X}"
-        raise DataError(f"{path}: byte {offset:,} is {found}: not {encoding} (--encoding, --on-error)") from None
-    except UnicodeError:  # of UTF-16 and UTF-32
-        raise DataError(f"{path}: no byte order mark; --encoding {encoding}-le or {encoding}-be needs none") from None
+        found = describe_bad_byte(offset, error.object[error.start], encoding, error.object)
+        raise DataError(f"{path}: {found}") from None
+    except UnicodeError as error:
+        if encoding in ("utf-16", "utf-32"):
+            message = f"no byte order mark; --encoding {encoding}-le or {encoding}-be needs none"
+            raise DataError(f"{path}: {message}") from None
+        raise DataError(f"{path}: not {encoding.upper()} (--encoding): {error}") from None
 
 
 def _read_plain(raw: BinaryIO) -> Iterator[Chunk]:

@@ -31,7 +31,9 @@ def parquet_columns(
         done_rows = 0
         for batch in table.iter_batches(num_rows, columns=[text_key], use_threads=False):
             done_rows += len(batch)
-            yield texts_of(batch.column(0)), size_bytes * done_rows // total_rows
+            # By its place: a dot in the name is also read as a path into another column.
+            column = batch.column(batch.schema.names.index(text_key))
+            yield texts_of(column), size_bytes * done_rows // total_rows
 
 
 def arrow_columns(
@@ -40,22 +42,35 @@ def arrow_columns(
     """The same of an Arrow file of either kind, with random access or streaming (as `datasets` writes them)."""
     with _as_data_errors(name, "Arrow"):
         for batch, done_bytes in _arrow_batches(file, name, text_key, size_bytes):
-            for start in range(0, len(batch), num_rows):
-                yield texts_of(batch.column(0).slice(start, num_rows)), done_bytes
+            column = batch.column(0)
+            if pa.types.is_dictionary(column.type) or pa.types.is_string_view(column.type):
+                column.validate(full=True)  # once, and not for each of the slices, which share their texts
+            for start in range(0, len(column), num_rows):
+                yield texts_of(column.slice(start, num_rows)), done_bytes
 
 
 def texts_of(column: pa.Array | pa.ChunkedArray) -> list[bytes | str | None]:
-    """UTF-8 of each row of a column of text; None for null."""
+    """UTF-8 of each row of a column of text; None for null.
+
+    Raises:
+        ArrowException: a row points to where there is nothing, as in damaged files.
+    """
+    column.validate()
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    return column.cast(pa.large_binary()).to_pylist()
+    column = column.cast(pa.large_binary())
+    column.validate(full=True)
+    return column.to_pylist()
 
 
 def check_text_column(schema: pa.Schema, text_key: str, name: str) -> None:
     """Raises DataError unless a table called `name` has a column `text_key` of text."""
-    if text_key not in schema.names:
+    num_columns = schema.names.count(text_key)
+    if num_columns == 0:
         columns = ", ".join(schema.names) or "none"
         raise DataError(f"{name}: no column {text_key!r} (--text-key); columns here: {columns}")
+    if num_columns > 1:
+        raise DataError(f"{name}: {num_columns} columns are called {text_key!r} (--text-key); one expected")
     kind = schema.field(text_key).type
     value_kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     tests = (
@@ -92,6 +107,6 @@ def _arrow_batches(file: BinaryIO, name: str, text_key: str, size_bytes: int) ->
 def _as_data_errors(name: str, kind: str) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:  # sizes and names may be anything
         message = " ".join(str(error).split())
         raise DataError(f"{name}: not a readable {kind} file: {message}") from None

@@ -35,6 +35,7 @@ class Tokenizer(ABC):
         sha256: hash of `content` in hex.
         vocab_size: number of ids; every id is below it.
         eod_id: the id that ends a document; None if that is not clear.
+        drops_characters: whether some characters, having no token, are left out of the ids.
     """
 
     kind: ClassVar[str]
@@ -46,6 +47,7 @@ class Tokenizer(ABC):
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.vocab_size: int = 0
         self.eod_id: int | None = None
+        self.drops_characters = False
 
     @staticmethod
     def load(path: str | Path) -> "Tokenizer":
@@ -65,7 +67,7 @@ class Tokenizer(ABC):
         content = path.read_bytes()
         if pair := _vocabulary_and_merges(path, content):
             return HuggingFaceTokenizer(path, convert_vocabulary_and_merges(*pair))
-        if content.lstrip()[:1] == b"{":
+        if path.suffix == ".json" or content.lstrip()[:1] == b"{":
             return HuggingFaceTokenizer(path, content)
         return SentencePieceTokenizer(path, content)
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from configs.load import to_yaml
@@ -37,6 +35,7 @@ from launch.checkpoint_files import (
 from launch.collective import on_all_ranks, on_main_rank, share
 from launch.engine import Engine
 from launch.errors import RunError, SharedError
+from launch.safetensors_stream import StreamedTensor, write_safetensors
 from launch.shards import Shard
 
 log = logging.getLogger(__name__)
@@ -69,39 +68,41 @@ def save_checkpoint(
 def _make_empty(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    sync(folder.parent.parent)
+    checkpoints = folder.parent
+    if not checkpoints.parent.is_dir():  # made again, it would lie on another disk where a mounted one has vanished
+        raise OSError(f"{checkpoints.parent}: the run's folder has vanished")
+    checkpoints.mkdir(exist_ok=True)
+    folder.mkdir()
+    sync(checkpoints.parent)
 
 
 def _write_files(
     folder: Path, engine: Engine, config: Config, state: TrainingState, tokenizer: Path | None
 ) -> dict[str, Any]:
-    """This rank's files, on disk and read back; rank 0 also writes what is common. Returns their manifest entries."""
-    paths = [folder / rank_file(engine.rank)]
+    """This rank's files, on disk; rank 0 also writes what is common. Returns their manifest entries."""
+    path = folder / rank_file(engine.rank)
     tensors, ranges = _rank_tensors(engine)
-    try:
-        save_file(tensors, paths[0], metadata={"ranges": json.dumps(ranges)})
-    except SafetensorError as error:
-        raise OSError(f"{paths[0]}: {error}") from None
+    digest = write_safetensors(path, tensors, {"ranges": json.dumps(ranges)})
+    entries = {path.name: {"bytes": path.stat().st_size, "xxh3_128": digest}}
     if engine.rank == 0:
         write_state(folder, state)
         write_file(folder / CONFIG, to_yaml(config).encode())
-        paths += [folder / STATE, folder / CONFIG]
+        names = [STATE, CONFIG]
         if tokenizer is not None and state.tokenizer_file is not None:
             shutil.copyfile(tokenizer, folder / state.tokenizer_file)
-            paths.append(folder / state.tokenizer_file)
-    for path in paths:
-        sync(path)
-    return {path.name: file_entry(path) for path in paths}
+            sync(folder / state.tokenizer_file)
+            names.append(state.tokenizer_file)
+        entries |= {name: file_entry(folder / name) for name in names}
+    return entries
 
 
-def _rank_tensors(engine: Engine) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+def _rank_tensors(engine: Engine) -> tuple[list[StreamedTensor], dict[str, tuple[int, int]]]:
     """The tensors of this rank's file, and the range of every parameter's piece."""
-    tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
+    tensors = {"rng/cpu": torch.get_rng_state()}
     if engine.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(engine.device)
     if engine.rank == 0:
-        tensors |= {f"{_POLICY}{name}": tensor.contiguous() for name, tensor in engine.policy_tensors().items()}
+        tensors |= {f"{_POLICY}{name}": tensor for name, tensor in engine.policy_tensors().items()}
     ranges = {}
     for shard in engine.shards():
         first, last = _owned_part(shard, engine.rank, engine.world_size)
@@ -110,9 +111,8 @@ def _rank_tensors(engine: Engine) -> tuple[dict[str, Tensor], dict[str, tuple[in
         ranges[shard.name] = (shard.start + first, shard.start + last)
         state = engine.base_optimizer.state.get(shard.flat, {})
         for kind, flat in {MASTER: shard.flat, **_state_tensors(shard.flat, state)}.items():
-            piece = shard.view(flat)[first:last]
-            tensors[f"{kind}/{shard.name}"] = piece.cpu() if piece.is_cuda else piece.clone()
-    return tensors, ranges
+            tensors[f"{kind}/{shard.name}"] = shard.view(flat)[first:last]
+    return [StreamedTensor.of(name, tensor) for name, tensor in tensors.items()], ranges
 
 
 def _owned_part(shard: Shard, rank: int, world_size: int) -> tuple[int, int]:
@@ -271,7 +271,8 @@ def _read_shards(engine: Engine, checkpoint: Path, weights_only: bool) -> None:
             kinds = [] if weights_only else reader.optimizer_tensors(shard.name)
             state = engine.base_optimizer.state[shard.flat] if kinds else {}
             for kind in kinds:
-                state.setdefault(kind, torch.zeros_like(shard.flat, requires_grad=False))
+                if kind not in state:
+                    state[kind] = torch.zeros_like(shard.flat, requires_grad=False)
                 reader.read_range(kind, shard.name, shard.view(state[kind]), shard.start)
             for kind, value in reader.state.optimizer_scalars.items() if kinds else ():
                 state[kind] = torch.tensor(value, dtype=torch.float32, device=shard.flat.device)

@@ -48,7 +48,8 @@ class TrainingState:
 
     Attributes:
         step: finished optimizer steps.
-        consumed_samples: samples of the data order that those steps used.
+        consumed_samples: samples that those steps used.
+        skipped_samples: ranges of the data order that the run leaves out, see `data.skips`.
         num_ranks, zero_stage: of the run that saved it.
         parameters: name -> shape.
         groups: optimizer group -> parameter names.
@@ -57,7 +58,9 @@ class TrainingState:
         policy_state: of a per-head query/key policy, see `launch.qk_control`.
         data_fingerprints: of every source, see `launch.training_data.fingerprint`.
         tokenizer_sha256, tokenizer_file: hash of the data's tokenizer, and name of the tokenizer's file in this folder.
-        loss: training loss of the last step; val_losses: newest validation losses by set.
+        loss: training loss of the last step, or of the last one with a finite loss; val_losses: newest validation
+            losses by set.
+        step_figures: loss and gradient norm of the last steps, see `launch.step_judge`.
     """
 
     step: int
@@ -74,6 +77,8 @@ class TrainingState:
     tokenizer_file: str | None
     loss: float
     val_losses: dict[str, float] = field(default_factory=dict)
+    step_figures: dict[str, list[float]] = field(default_factory=dict)
+    skipped_samples: list[list[int]] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
 
 

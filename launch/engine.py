@@ -1,8 +1,8 @@
-"""The DeepSpeed engine of one rank: start, one training step, validation, and what its ranks report.
+"""The DeepSpeed engine of one rank: start, one training step, and validation.
 
 Only this module imports DeepSpeed. A step of ours does not wait for a GPU: what it measures is gathered on the device,
 copied to the host in the background, and read one step later. (DeepSpeed's optimizers do wait, for the gradient norm;
-and so do QK-Clip, for every layer's bound, and the probe batch at its interval.)
+and so do QK-Clip, for every layer's bound, the probe batch at its interval, and a judge of the step's figures.)
 """
 
 from __future__ import annotations
@@ -12,16 +12,10 @@ import io
 import logging
 import math
 import os
-import random
-import sys
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from datetime import timedelta
-from itertools import islice
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import getclosurevars
+from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from pydantic import ValidationError
@@ -41,8 +35,9 @@ from launch.probe import DriftProbe, Probe
 from launch.qk_control import Clipper, QueryKeyControl
 from launch.qk_rules import AdaptiveRule, QuackRule, Rule
 from launch.shards import Shard, local_flats, local_shards, publish_masters
+from launch.step_report import NUM_FIXED_COLUMNS, PendingReport
 from launch.timing import Stopwatch
-from launch.topology import Topology, threads_per_rank
+from launch.topology import Topology
 from model.gpt import GPT
 from model.initialisation import init_parameter, initialise
 from model.parameters import ParameterSpec, collect_specs
@@ -50,182 +45,8 @@ from model.stability.clip import attach_logit_maxima
 from model.stability.groups import GroupName
 from model.stability.layers import collect_layouts
 
-NUM_FIXED_COLUMNS = 9  # columns of a rank's report before the groups' squared gradient norms
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What all ranks measured in one step.
-
-    Attributes:
-        loss: cross-entropy in nats per target token, over the whole global batch.
-        z_loss: mean squared logsumexp of the logits, unweighted, also when it is not part of the objective.
-        num_targets: target tokens of the global batch.
-        grad_norm: global gradient norm before clipping; group_grad_norms: the same for every parameter group.
-        step_applied: whether the optimizer changed the weights.
-        bad_ranks: ranks whose own loss was not finite.
-        forward_seconds, data_seconds: per rank; the forward time is that of the step before.
-        memory_bytes: per rank; allocated peak on GPU, resident on CPU.
-        stop_requested: whether any rank was asked to stop.
-        qk_statistics: of query/key control, by name, flattened; see `QueryKeyControl.statistics`.
-        qk_record: what the policy itself reports of the step.
-        attention: measured around the step, where it was due; on the ranks that compute it.
-    """
-
-    loss: float
-    z_loss: float
-    num_targets: int
-    grad_norm: float
-    group_grad_norms: dict[str, float]
-    step_applied: bool
-    bad_ranks: tuple[int, ...]
-    forward_seconds: tuple[float, ...]
-    data_seconds: tuple[float, ...]
-    memory_bytes: tuple[float, ...]
-    stop_requested: bool
-    qk_statistics: dict[str, list[float]] = field(default_factory=dict)
-    qk_record: dict[str, Any] = field(default_factory=dict)
-    attention: AttentionReport | None = None
-
-
-class PendingReport:
-    """The gathered rows of a step on their way to the host."""
-
-    def __init__(
-        self,
-        rows: Tensor,
-        group_names: list[str],
-        qk_widths: dict[str, int],
-        qk_record: dict[str, Any],
-        attention: AttentionReport | None,
-        replicated: bool,
-    ) -> None:
-        self._attention = attention
-        self._group_names = group_names
-        self._qk_widths = qk_widths
-        self._qk_record = qk_record
-        self._replicated = replicated
-        self._event: torch.cuda.Event | None = None
-        if rows.is_cuda:
-            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-            host.copy_(rows, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-            rows = host
-        self._rows = rows
-
-    def read(self) -> StepReport:
-        """Waits for the copy (done long ago when read one step late)."""
-        if self._event is not None:
-            self._event.synchronize()
-        rows = self._rows.tolist()
-        loss_sum, z_sum, num_targets, grad_norm, applied, stop, forward, data, memory, *rest = zip(*rows, strict=True)
-        squares = rest[: len(self._group_names)]
-        qk_values = iter([column[0] for column in rest[len(self._group_names) :]])
-        targets = int(sum(num_targets))
-        copies = len(rows) if self._replicated else 1
-        clipped = [math.sqrt(sum(column) / copies) for column in squares]
-        total = math.sqrt(sum(norm**2 for norm in clipped))
-        # From stage 1 on, the optimizer sees clipped gradients, and DeepSpeed's norm is the one before clipping.
-        # Where it has none (-1), at stage 0, the squares are those before clipping.
-        global_norm = grad_norm[0] if grad_norm[0] >= 0 or math.isnan(grad_norm[0]) else total
-        unclip = global_norm / total if total > 0 else 1.0
-        return StepReport(
-            loss=sum(loss_sum) / max(targets, 1),
-            z_loss=sum(z_sum) / max(targets, 1),
-            num_targets=targets,
-            grad_norm=global_norm,
-            group_grad_norms={name: norm * unclip for name, norm in zip(self._group_names, clipped, strict=True)},
-            step_applied=all(applied),
-            bad_ranks=tuple(rank for rank, value in enumerate(loss_sum) if not math.isfinite(value)),
-            forward_seconds=forward,
-            data_seconds=data,
-            memory_bytes=memory,
-            stop_requested=any(stop),
-            qk_statistics={name: list(islice(qk_values, width)) for name, width in self._qk_widths.items()},
-            qk_record=self._qk_record,
-            attention=self._attention,
-        )
-
-
-def start_distributed(topology: Topology, config: Config) -> torch.device:
-    """Joins the process group, seeds every generator and returns this rank's device."""
-    threads = threads_per_rank(os.environ, topology.local_world_size)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if torch.cuda.is_available():
-        device = torch.device("cuda", local_device(topology.local_rank, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-    _join_process_group(topology, device, timedelta(seconds=config.deepspeed.timeout_seconds))
-    _seed_everything(config.run.seed, config.run.deterministic)
-    return device
-
-
-def local_device(local_rank: int, num_visible: int) -> int:
-    """Index of this rank's GPU; 0 where the launcher shows each rank only its own.
-
-    Raises:
-        RunError: there are several GPUs but fewer than ranks.
-    """
-    if num_visible == 1:
-        return 0
-    if local_rank >= num_visible:
-        raise RunError(f"LOCAL_RANK={local_rank}, but this node shows {num_visible} GPUs; start one rank for each")
-    return local_rank
-
-
-def _join_process_group(topology: Topology, device: torch.device, timeout: timedelta) -> None:
-    # DeepSpeed's own calls of torch's older collective names would print a warning at every step.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    # DeepSpeed reads these itself; only its launcher and torchrun set all of them.
-    os.environ.update(
-        RANK=str(topology.rank),
-        LOCAL_RANK=str(device.index or 0) if device.type == "cuda" else str(topology.local_rank),
-        WORLD_SIZE=str(topology.world_size),
-        MASTER_ADDR=topology.master_addr,
-        MASTER_PORT=str(topology.master_port),
-    )
-    # DeepSpeed clones groups with torch's default timeout, whatever it is told; so the default itself is set.
-    dist.distributed_c10d.default_pg_timeout = timeout
-    dist.distributed_c10d.default_pg_nccl_timeout = timeout
-    dist.init_process_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        init_method="env://",
-        rank=topology.rank,
-        world_size=topology.world_size,
-        timeout=timeout,
-        # Bound to a device, a lone rank would split a communicator for every group that DeepSpeed makes.
-        device_id=device if device.type == "cuda" and topology.world_size > 1 else None,
-    )
-
-
-def _seed_everything(seed: int, deterministic: bool) -> None:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.set_float32_matmul_precision("highest" if deterministic else "high")
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-
-
-def leave(exit_code: int) -> NoReturn:
-    """Waits for the other ranks and ends the process at once.
-
-    The interpreter's own shutdown tears down gloo's threads and DeepSpeed's groups in an order that now and then aborts
-    a process whose run is finished, and a launcher would report that as a failure.
-    """
-    dist.barrier()
-    if dist.get_backend() == "nccl":
-        dist.destroy_process_group()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
+# Told the loss and the gradient norm of a step before it is applied; whether to leave it out.
+Judge = Callable[[float, float], bool]
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -312,6 +133,7 @@ class Engine:
         self._squares: dict[str, Any] = {}
         self._used_rates: dict[str, float] = {}
         self._forward_watch = Stopwatch(device)
+        self._judgement: _Judgement | None = None
         deepspeed = import_deepspeed(device)
         deepspeed.init_distributed(verbose=False)
         num_parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
@@ -344,6 +166,17 @@ class Engine:
     def rank(self) -> int:
         return self._topology.rank
 
+    def close(self) -> None:
+        """Lets DeepSpeed forget the model, so that its memory is free when nothing else refers to it."""
+        from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+        from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+        self._engine.destroy()
+        # At stage 3 both of these keep the model: the module that was run last, and the cache of a method.
+        FWD_MODULE_STACK.clear()
+        release = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+        getclosurevars(release).nonlocals["func"].cache_clear()
+
     def shards(self) -> list[Shard]:
         """This rank's pieces of the fp32 master weights."""
         return local_shards(self._engine)
@@ -366,7 +199,13 @@ class Engine:
         publish_masters(self._engine)
 
     def train_step(
-        self, step: int, batch: StepBatch, rates: dict[str, float], data_seconds: float, stop_requested: bool
+        self,
+        step: int,
+        batch: StepBatch,
+        rates: dict[str, float],
+        data_seconds: float,
+        stop_requested: bool,
+        judge: Judge | None = None,
     ) -> PendingReport:
         """Forward and backward passes over the micro-batches, then one optimizer step. Collective.
 
@@ -379,6 +218,8 @@ class Engine:
             rates: the learning rate of every group.
             data_seconds: how long this rank waited for the batch.
             stop_requested: reported to all ranks.
+            judge: may leave the step out: then neither weights nor the optimizer's state change. The host waits for
+                the figures that it is told, and the ranks exchange them once more.
 
         Raises:
             RunError: the optimizer used another rate than it was given.
@@ -397,24 +238,33 @@ class Engine:
         scale = self.world_size / num_targets.clamp(min=1)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         z_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        bad_micro_batch = torch.full((), -1.0, dtype=torch.float64, device=self.device)
         for index, micro_batch in enumerate(batch.micro_batches):
             self._forward_watch.start()
             objective, cross_entropy, z_loss = self._forward(micro_batch)
             self._forward_watch.stop()
             loss_sum += cross_entropy
             z_sum += z_loss
+            is_first_bad = ~torch.isfinite(cross_entropy) & (bad_micro_batch < 0)
+            bad_micro_batch = torch.where(is_first_bad, float(index), bad_micro_batch)
             self._engine.backward(objective * scale, scale_wrt_gas=False)
-            if self._control and index == len(batch.micro_batches) - 1:
-                self._control.after_backward()
+            if index == len(batch.micro_batches) - 1:
+                if self._control:
+                    self._control.after_backward()
+                if judge is not None:
+                    self._judgement = _Judgement(judge, loss_sum / num_targets)
             self._engine.step()
-        if self._engine.was_step_applied() and self._used_rates != rates:
+        is_left_out = self._judgement is not None and self._judgement.is_left_out
+        self._judgement = None
+        is_applied = self._engine.was_step_applied() and not is_left_out
+        if is_applied and self._used_rates != rates:
             raise RunError(f"the optimizer used the learning rates {self._used_rates}, but {rates} were set")
-        if self._control and self._engine.was_step_applied():
+        if is_applied and self._control:
             self._control.check_applied()
         host_values = [
             batch.num_targets,
             -1.0,
-            self._engine.was_step_applied(),
+            is_applied,
             stop_requested,
             forward_seconds,
             data_seconds,
@@ -424,7 +274,7 @@ class Engine:
         if self._monitor is not None and self._control is not None and meter is not None:
             attention = self._monitor.after_step(meter)
             self._control.meter = None
-        return self._gather(loss_sum, z_sum, host_values, attention)
+        return self._gather(loss_sum, z_sum, bad_micro_batch, host_values, attention)
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """Cross-entropy in nats per target over all ranks' batches; every rank passes equally many. Collective."""
@@ -477,16 +327,26 @@ class Engine:
                 name = group["name"]
                 self._squares[name] = self._squares.get(name, 0.0) + square
                 self._used_rates[name] = group["lr"]
+        if self._judgement is not None and self._judgement.leaves_out(self._global_norm):
+            for flat in _all_params(optimizer):
+                flat.grad = None  # an optimizer passes over what has no gradient
+            return
         if self._replicated and self._config.optim.grad_clip > 0:
             # DeepSpeed's own clipping at stage 0 keeps the norm to itself, so it is off there.
-            norm = sum(self._squares.values()).sqrt()
+            norm = self._global_norm()
             torch.nn.utils.clip_grads_with_norm_(_all_params(optimizer), self._config.optim.grad_clip, norm)
         if self._control:
             self._control.before_base_step(_all_params(optimizer))
 
     def _after_base_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._control:
+        if self._control and not (self._judgement is not None and self._judgement.is_left_out):
             self._control.after_base_step(_all_params(optimizer))
+
+    def _global_norm(self) -> Tensor:
+        """Gradient norm before clipping, during the optimizer's step."""
+        if self._replicated:
+            return torch.stack(list(self._squares.values())).sum().sqrt()
+        return torch.as_tensor(self._engine.optimizer._global_grad_norm, dtype=torch.float64, device=self.device)
 
     def _build_control(self, specs: Mapping[str, ParameterSpec], probe: Probe | None) -> QueryKeyControl | None:
         """What `qk_control` asks for beyond the groups' rates; None when there is nothing to do or to measure."""
@@ -522,14 +382,19 @@ class Engine:
         return None if every_steps is None else AttentionMonitor(probe, every_steps, self._topology.is_main)
 
     def _gather(
-        self, loss_sum: Tensor, z_sum: Tensor, host_values: list[Any], attention: AttentionReport | None
+        self,
+        loss_sum: Tensor,
+        z_sum: Tensor,
+        bad_micro_batch: Tensor,
+        host_values: list[Any],
+        attention: AttentionReport | None,
     ) -> PendingReport:
         names = [group.value for group in self.groups]
-        values = [0.0, 0.0, *map(float, host_values), *[0.0] * len(names)]
+        values = [0.0, 0.0, *map(float, host_values), 0.0, *[0.0] * len(names)]
         row = torch.tensor(values, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         assert row.numel() == NUM_FIXED_COLUMNS + len(names)
         row = row.to(self.device, non_blocking=True)
-        row[0], row[1] = loss_sum, z_sum
+        row[0], row[1], row[NUM_FIXED_COLUMNS - 1] = loss_sum, z_sum, bad_micro_batch
         norm = None if self._replicated else self._engine.get_global_grad_norm()
         if norm is not None:
             row[3] = norm
@@ -547,6 +412,40 @@ class Engine:
         if self.device.type == "cuda":
             return float(torch.cuda.max_memory_allocated())
         return float(psutil.Process().memory_info().rss)
+
+
+class _Judgement:
+    """Asks a judge about one step, once, however many calls of the base optimizer the step takes.
+
+    A step that DeepSpeed drops by itself, for its gradients are not finite at ZeRO stage 3 in fp32, is never asked
+    about.
+    """
+
+    def __init__(self, judge: Judge, local_loss: Tensor) -> None:
+        """Args:
+        local_loss: this rank's part of the loss.
+        """
+        self._judge = judge
+        self._local_loss = local_loss
+        self._outcome: bool | None = None
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the step was left out."""
+        return bool(self._outcome)
+
+    def leaves_out(self, norm: Callable[[], Tensor]) -> bool:
+        """Whether the step is to be left out; the same on all ranks. Collective at the first call.
+
+        Args:
+            norm: gives the global gradient norm, negative where DeepSpeed has found it to be no number.
+        """
+        if self._outcome is None:
+            norms = norm().to(self._local_loss)
+            both = torch.stack([self._local_loss, norms.where(norms >= 0, torch.nan) / dist.get_world_size()])
+            dist.all_reduce(both)
+            self._outcome = self._judge(*both.tolist())
+        return self._outcome
 
 
 def _all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:

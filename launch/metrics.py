@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # type: ignore[import-untyped]
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
@@ -22,11 +23,11 @@ from tqdm import tqdm
 from configs.load import leaves, to_yaml
 from configs.schema import Config
 from data.files import write_file
-from launch.attention_record import CHARTS, attention_record, attention_scalars, heat_maps
+from launch.attention_record import attention_record, attention_scalars, charts, heat_maps
 from launch.attention_watch import AttentionWatch
-from launch.engine import StepReport
 from launch.monitor import AttentionReport
 from launch.run_folder import RunFolder
+from launch.step_report import StepReport
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ SECONDS_BETWEEN_LINES = 5.0
 STRAGGLER_FACTOR = 1.3
 STRAGGLER_STEPS = 50
 MIN_STRAGGLER_SECONDS = 0.01
+# HPARAMS opens with five columns: keys that are said to differ between runs, by name.
+FIRST_HYPERPARAMETERS = ("model.attention.kind", "model.dim", "optim.lr", "qk_control.alpha", "qk_control.policy")
 
 
 def step_record(
@@ -66,6 +69,7 @@ def step_record(
         "lr_qk": rates["query_key"],
         "grad_norm": report.grad_norm,
         "grad_norms": report.group_grad_norms,
+        **({} if report.step_applied else {"skipped": True}),
         "z_loss": report.z_loss,
         "tokens_per_second": tokens_per_second,
         "step_seconds": step_seconds,
@@ -197,8 +201,8 @@ class Recorder:
         self._writer = SummaryWriter(str(self._folder.tensorboard), purge_step=self._start_step + 1)
         if self._start_step == 0:
             self._writer.add_text("configuration", f"```yaml\n{to_yaml(self._config)}```", 0)
-            charts = {title: ["Multiline", tags] for title, tags in CHARTS.items()}
-            self._writer.add_custom_scalars({"Steadyhead": charts})
+            layout = {title: ["Multiline", tags] for title, tags in charts(self._config).items()}
+            self._writer.add_custom_scalars({"Steadyhead": layout})
             self._add_hyperparameters(self._writer)
         if sys.stdout.isatty():
             self._bar = tqdm(
@@ -214,6 +218,11 @@ class Recorder:
         experiment, start, _ = hparams(
             values, dict.fromkeys(("loss/train", "loss/validation", "attention/max_logit"), 0.0)
         )
+        content = experiment.value[0].metadata.plugin_data
+        shown = HParamsPluginData.FromString(content.content)
+        for key in shown.experiment.hparam_infos:
+            key.differs = key.name in FIRST_HYPERPARAMETERS
+        content.content = shown.SerializeToString()
         for summary in (experiment, start):
             writer._get_file_writer().add_summary(summary)
 
@@ -231,7 +240,7 @@ class Recorder:
             self._attention.look(record["step"], report.attention)
             self._draw(record["step"], report.attention)
         try:
-            _append_line(self._stream, json.dumps(record))
+            _append_line(self._stream, json.dumps(_without_nonfinite(record)))
         except OSError as error:
             self._report_once(f"{self._folder.metrics}: step {record['step']} could not be recorded: {error}")
         self._write_scalars(record["step"], _scalars(record))
@@ -264,13 +273,15 @@ class Recorder:
         self._write_scalars(step, {"time/checkpoint_seconds": seconds})
 
     def _draw(self, step: int, attention: AttentionReport) -> None:
-        """Heat maps, as often as takes at most a hundredth of the time."""
-        if self._writer is None or time.monotonic() < self._next_figure:
+        """Heat maps, as often as takes at most a hundredth of the time, and those of the last measurement."""
+        every_steps = self._config.monitor.every_steps
+        is_last = every_steps is not None and step + every_steps > self._last_step
+        if self._writer is None or (time.monotonic() < self._next_figure and not is_last):
             return
-        figure = heat_maps(attention, step)
         start = time.monotonic()
         try:
-            self._writer.add_figure("attention", figure, step)
+            for name, figure in heat_maps(attention).items():
+                self._writer.add_figure(f"attention_heads/{name}", figure, step)
         except OSError as error:
             self._writer = None
             self._report_once(f"{self._folder.tensorboard}: step {step} could not be recorded: {error}")
@@ -321,6 +332,15 @@ class Recorder:
             speed,
             tqdm.format_interval(remaining),
         )
+
+
+def _without_nonfinite(value: Any) -> Any:
+    """Null in place of what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nonfinite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _append_line(stream: io.FileIO, line: str) -> None:

@@ -81,6 +81,7 @@ class QueryKeyControl:
         self._clipper = clipper
         self._ratios: HeadTable = {}
         self._factors: HeadTable = {}
+        self._clipping_LH: Tensor | None = None
         self._num_scaled = 0
 
     def measure_step(self) -> UpdateMeter:
@@ -101,9 +102,7 @@ class QueryKeyControl:
     def after_backward(self) -> None:
         """After the last backward pass, before the optimizer's step. Collective."""
         if self._clipper is not None:
-            self._factors, factor_LH = self._clipper.agree()
-            if self._rule is not None:
-                self._rule.note_clipping(factor_LH)
+            self._factors, self._clipping_LH = self._clipper.agree()
 
     def before_base_step(self, flats: Sequence[Tensor]) -> None:
         """Before the base optimizer changes `flats`."""
@@ -121,7 +120,7 @@ class QueryKeyControl:
         self._weights.forget(flats)
 
     def check_applied(self) -> None:
-        """After a step that the optimizer applied.
+        """After a step that was applied.
 
         Raises:
             RunError: the ratios did not reach every piece of the weights on this rank.
@@ -129,6 +128,8 @@ class QueryKeyControl:
         expected, self._num_scaled, found = self._weights.num_pieces, 0, self._num_scaled
         if self._rule is not None and found != expected:
             raise RunError(f"the query/key ratios reached {found} of {expected} pieces of weights on this rank")
+        if self._rule is not None and self._clipping_LH is not None:
+            self._rule.note_clipping(self._clipping_LH)
 
     def statistics(self) -> dict[str, Tensor]:
         """Of the last step, fp64: `ratios` (3, L), smallest, mean and largest; `clip` (2), see `Clipper`."""

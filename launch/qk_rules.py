@@ -47,7 +47,7 @@ class Rule(Protocol):
         """Takes the tensors of a checkpoint of the same policy."""
 
     def note_clipping(self, factor_LH: Tensor) -> None:
-        """Told in every step with clipping: what it is about to do to each query head's logits."""
+        """Told after every step with clipping: what it has done to each query head's logits."""
 
     def record(self) -> dict[str, Any]:
         """What metrics.jsonl should hold of this step besides the ratios."""

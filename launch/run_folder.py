@@ -28,7 +28,7 @@ _FIXED_KEYS = ("model.", "run.seed", "data.seq_len", "data.sources")
 _UNIMPORTANT_KEYS = ("run.resume", "run.name", "run.dir")
 _RANK_FILE = re.compile(r"^(rank_\d+\.log|stacks_rank_\d+\.txt)$")
 _OWN_NAMES = frozenset(
-    {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "profile", "DONE", "lock", "log.txt"}
+    {"config.yaml", "metrics.jsonl", "tensorboard", "checkpoints", "profile", "bad_batches", "DONE", "lock", "log.txt"}
 )
 
 
@@ -62,6 +62,10 @@ class RunFolder:
     @property
     def profile(self) -> Path:
         return self.path / "profile"
+
+    @property
+    def bad_batches(self) -> Path:
+        return self.path / "bad_batches"
 
     @property
     def done(self) -> Path:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from configs.schema import Config
 from data.loader import BatchGeometry
+from data.skips import SkippedSamples
 from launch.checkpoint import choose_checkpoint, clean_leftovers, restore, set_newer_aside
 from launch.checkpoint_files import TrainingState, find_checkpoint, find_faults, read_config, read_state
 from launch.collective import on_main_rank
 from launch.engine import Engine
-from launch.errors import RunError
+from launch.errors import RunError, SharedError
 from launch.run_folder import RunFolder, begin_run, finished_step, fixed_differences
 from launch.topology import Topology
 from launch.training_data import TrainingData, describe_data, past_phases, sequence_length
@@ -58,6 +62,57 @@ def choose_start(config: Config, folder: RunFolder, data: TrainingData, topology
         path = Path(config.run.init_from)
         return on_main_rank(lambda: _checked_weights(path, data))
     return Start()
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """A step at fault, from which the run is to go back to its last checkpoint.
+
+    Attributes:
+        step: number of the step.
+        consumed_samples: of the run, with those of the step.
+        skipped: what the run left out up to then.
+    """
+
+    step: int
+    consumed_samples: int
+    skipped: SkippedSamples
+
+
+def roll_back(rollback: Rollback, config: Config, folder: RunFolder, topology: Topology, taken: Counter[Path]) -> Start:
+    """The last checkpoint that verifies, with the samples from there to the bad step left out from now on. Collective.
+
+    Args:
+        taken: how often each checkpoint was gone back to; counted up.
+
+    Raises:
+        SharedError: there is no checkpoint, or the same one was gone back to too often.
+    """
+    gc.collect()  # the engine that was given up; its memory is needed for the next one
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    checkpoint = choose_checkpoint("auto", folder.checkpoints, topology.rank, topology.world_size)
+    if checkpoint is None:
+        raise SharedError(f"step {rollback.step} is at fault, and there is no checkpoint yet to go back to")
+    if taken[checkpoint] == config.train.max_rollbacks:
+        raise SharedError(
+            f"step {rollback.step} is at fault, and the run has gone back to {checkpoint} {taken[checkpoint]} times "
+            "already (train.max_rollbacks); a lower optim.lr, or qk_control, may help"
+        )
+    taken[checkpoint] += 1
+    state = on_main_rank(lambda: read_state(checkpoint))
+    edges = rollback.skipped.places(np.array([state.consumed_samples, rollback.consumed_samples - 1]))
+    first, last = edges.tolist()
+    skipped = rollback.skipped.and_range(first, last + 1)
+    log.warning(
+        "going back to %s (rollback %d of at most %d there); the %d samples from there to step %d are left out",
+        checkpoint,
+        taken[checkpoint],
+        config.train.max_rollbacks,
+        rollback.consumed_samples - state.consumed_samples,
+        rollback.step,
+    )
+    return Start(checkpoint, replace(state, skipped_samples=[list(edge) for edge in skipped.ranges]))
 
 
 def is_finished(folder: RunFolder, config: Config) -> bool:
@@ -122,11 +177,13 @@ def _checked_resume(checkpoint: Path, config: Config, data: TrainingData) -> Sta
     ):
         if saved != ours:
             problems.append(f"{key}: {source.path} holds other data than the run was trained on")
-    before = past_phases(saved_config, state.data_fingerprints, state.consumed_samples)
-    after = past_phases(config, data.fingerprints, state.consumed_samples)
+    skipped = SkippedSamples.of(state.skipped_samples)
+    reached = int(skipped.places(np.array(state.consumed_samples)))
+    before = past_phases(saved_config, state.data_fingerprints, reached)
+    after = past_phases(config, data.fingerprints, reached)
     if before != after:
         problems.append(
-            f"data.phases: of the {state.consumed_samples * sequence_length(config):,} tokens trained so far they "
+            f"data.phases: of the {reached * sequence_length(config):,} tokens passed so far they "
             f"decided: {'; '.join(before) or 'nothing'}; and now: {'; '.join(after) or 'nothing'}; only phases that "
             "begin later may change"
         )

@@ -9,17 +9,20 @@ from dataclasses import dataclass
 
 from configs.schema import Config
 from data.loader import BatchGeometry
+from launch.bad_batch import locate_samples, report_samples, suspicious_samples
 from launch.checkpoint import optimizer_scalars, optimizer_tensor_kinds, prune_checkpoints, save_checkpoint
 from launch.checkpoint_files import TrainingState, list_checkpoints
 from launch.collective import on_main_rank
-from launch.engine import Engine, PendingReport, StepReport
+from launch.engine import Engine
 from launch.errors import EXIT_DONE, EXIT_STOPPED, RunError, SharedError
 from launch.hardware import device_peak_flops
 from launch.metrics import Recorder, step_record
 from launch.optimizer import group_rates
 from launch.profiler import StepProfiler
 from launch.run_folder import RunFolder, mark_done
-from launch.start import last_step
+from launch.start import Rollback, last_step
+from launch.step_judge import Fault, StepJudge
+from launch.step_report import PendingReport, StepReport
 from launch.stop import StopRequest
 from launch.timing import Interval
 from launch.training_data import TrainingData, fixed_batches, sequence_length, training_batches
@@ -31,13 +34,28 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _PendingStep:
-    """A step whose report has not been read yet."""
+    """A step whose report has not been read yet.
+
+    Attributes:
+        step: its number, from 1.
+        consumed_samples: of the run, with those of the step.
+        verdicts: of the judge, where the step was judged before it was applied.
+    """
 
     step: int
-    tokens: int
+    consumed_samples: int
     rates: dict[str, float]
     interval: Interval
     report: PendingReport
+    verdicts: list[Fault | None]
+
+
+class _GoBack(Exception):
+    """The run cannot go on from the weights that it has."""
+
+    def __init__(self, pending: _PendingStep) -> None:
+        super().__init__()
+        self.pending = pending
 
 
 class Trainer:
@@ -76,15 +94,20 @@ class Trainer:
         self._consumed_samples = state.consumed_samples if state else 0
         self._loss = state.loss if state else math.nan
         self._val_losses = dict(state.val_losses) if state else {}
+        self._judge = StepJudge(config.train)
+        self._judge.load_state(state.step_figures if state else {})
+        self._verdicts: list[Fault | None] = []
+        self._num_skips = 0
+        self._num_failed_saves = 0
 
-    def fit(self) -> int:
+    def fit(self) -> int | Rollback:
         """Trains to the last step, or to a request to stop. Collective.
 
         Returns:
-            The exit code: finished, or stopped on request after a checkpoint.
+            The exit code, finished or stopped on request after a checkpoint; or that the run must go back.
 
         Raises:
-            RunError: non-finite loss or gradients, or the last checkpoint could not be saved.
+            RunError: non-finite loss or gradients, or checkpoints could not be saved.
         """
         self._stop.begin_training()
         device = self._engine.device
@@ -112,15 +135,16 @@ class Trainer:
                 batch = next(loader)
                 data_seconds = time.perf_counter() - wait_start
                 rates = group_rates(step, self._config, self._engine.groups)
-                report = self._engine.train_step(step, batch, rates, data_seconds, self._stop.is_set)
+                self._verdicts = []
+                judge = self._judge_early if self._judge.leaves_out else None
+                report = self._engine.train_step(step, batch, rates, data_seconds, self._stop.is_set, judge)
                 interval.stop()
                 profiler.after_step(step)
                 self._consumed_samples += self._geometry.samples_per_step
                 # Reading a report waits for its step, so each is read while the next one runs on the device.
                 if pending is not None:
                     stopping = self._finish(pending, recorder)
-                tokens = self._consumed_samples * sequence_length(self._config)
-                pending = _PendingStep(step + 1, tokens, rates, interval, report)
+                pending = _PendingStep(step + 1, self._consumed_samples, rates, interval, report, self._verdicts)
                 if stopping or self._is_due(step + 1):
                     stopping = self._finish(pending, recorder) or stopping
                     pending = None
@@ -131,6 +155,8 @@ class Trainer:
                     return EXIT_STOPPED
             self._finish_run(recorder, saved_step)
             return EXIT_DONE
+        except _GoBack as bad:
+            return Rollback(bad.pending.step, bad.pending.consumed_samples, self._data.order.skipped)
         finally:
             loader.close()
             recorder.close()
@@ -153,10 +179,14 @@ class Trainer:
         """Reads a step's report, checks it, validates if due, and records it. Returns whether to stop."""
         report = pending.report.read()
         self._watchdog.step_finished(pending.step)
-        self._check_finite(report, pending.step)
+        fault = self._find_fault(pending, report)
+        if fault is not None:
+            with self._watchdog.slow_work():
+                self._respond(fault, pending, report)
+        self._num_skips = 0 if report.step_applied else self._num_skips + 1
         record = step_record(
             pending.step,
-            pending.tokens,
+            pending.consumed_samples * sequence_length(self._config),
             report,
             pending.rates,
             step_seconds=pending.interval.seconds(),
@@ -165,22 +195,49 @@ class Trainer:
             flops_per_token=self._flops_per_token,
             num_ranks=self._engine.world_size,
         )
-        self._loss = report.loss
+        if math.isfinite(report.loss):
+            self._loss = report.loss
         if self._validation_is_due(pending.step):
             with self._watchdog.slow_work():
                 record.update(self._validate())
         recorder.write(record, report)
         return report.stop_requested
 
-    def _check_finite(self, report: StepReport, step: int) -> None:
-        if not report.bad_ranks and math.isfinite(report.grad_norm) and report.step_applied:
-            return
-        good = list_checkpoints(self._folder.checkpoints)
-        last_good = f"the last good checkpoint is {good[-1][1]}" if good else "there is no checkpoint yet"
-        if report.bad_ranks:
-            ranks = ", ".join(map(str, report.bad_ranks))
-            raise SharedError(f"non-finite loss at step {step} on rank {ranks}; {last_good}")
-        raise SharedError(f"non-finite gradients at step {step} (the loss was {report.loss:.4f}); {last_good}")
+    def _judge_early(self, loss: float, grad_norm: float) -> bool:
+        """Judges a step before it is applied; whether to leave it out."""
+        fault = self._judge.judge(loss, grad_norm)
+        self._verdicts.append(fault)
+        return fault is not None and fault.action == "skip"
+
+    def _find_fault(self, pending: _PendingStep, report: StepReport) -> Fault | None:
+        if pending.verdicts:
+            return pending.verdicts[0]
+        if not report.step_applied:  # DeepSpeed has dropped it, for its gradients
+            return self._judge.nonfinite()
+        return self._judge.judge(report.loss, report.grad_norm)
+
+    def _respond(self, fault: Fault, pending: _PendingStep, report: StepReport) -> None:
+        """Says what is wrong and with which samples, and does what is configured. Collective.
+
+        Raises:
+            SharedError: the run is to stop.
+            _GoBack: it is to go back.
+        """
+        samples_per_step = self._geometry.samples_per_step
+        first_sample = pending.consumed_samples - samples_per_step
+        samples = [first_sample + slot for slot in suspicious_samples(report.bad_micro_batches, self._geometry)]
+        records = locate_samples(self._data, samples, sequence_length(self._config))
+        trained_on = on_main_rank(lambda: report_samples(self._folder, pending.step, records))
+        text = f"{_describe(fault, report, pending.step)}; {trained_on}"
+        if fault.action == "stop":
+            good = list_checkpoints(self._folder.checkpoints)
+            last_good = f"the last good checkpoint is {good[-1][1]}" if good else "there is no checkpoint yet"
+            raise SharedError(f"{text}; {last_good}")
+        if fault.action == "skip" and self._num_skips == self._config.train.max_skips:
+            raise SharedError(f"{text}; {self._num_skips} steps before it were skipped already (train.max_skips)")
+        log.warning("%s%s", text, "; the step is skipped" if fault.action == "skip" else "")
+        if fault.action == "rollback":
+            raise _GoBack(pending)
 
     def _validate(self) -> dict[str, float]:
         """`val_loss` of the first validation set, and `val_loss/NAME` of each. Collective."""
@@ -208,10 +265,16 @@ class Trainer:
             kept = list_checkpoints(self._folder.checkpoints)
             newest = f"the newest good checkpoint is {kept[-1][1]}" if kept else "there is no checkpoint yet"
             message = f"the checkpoint of step {step} could not be saved: {error}; {newest}"
+            self._num_failed_saves += 1
             if must_succeed:
                 raise SharedError(message) from None
+            if self._num_failed_saves > self._config.checkpoint.max_failures:
+                raise SharedError(
+                    f"{message}; this is failure {self._num_failed_saves} in a row (checkpoint.max_failures)"
+                ) from None
             log.error("%s; training goes on and tries again at the next one", message)
             return None
+        self._num_failed_saves = 0
         seconds = time.perf_counter() - start
         recorder.note_checkpoint(step, seconds)
         log.info("checkpoint %s (%.1f s)", path, seconds)
@@ -234,4 +297,14 @@ class Trainer:
             tokenizer_file=None if tokenizer is None else f"tokenizer{tokenizer.suffix}",
             loss=self._loss,
             val_losses=self._val_losses,
+            step_figures=self._judge.state(),
+            skipped_samples=[list(edges) for edges in self._data.order.skipped.ranges],
         )
+
+
+def _describe(fault: Fault, report: StepReport, step: int) -> str:
+    if fault.spike is not None:
+        return f"spike at step {step}: {fault.spike}"
+    if report.bad_ranks:
+        return f"non-finite loss at step {step} on rank {', '.join(map(str, report.bad_ranks))}"
+    return f"non-finite gradients at step {step} (the loss was {report.loss:.4f})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from data.indexed import bin_path
 from data.loader import BatchGeometry, MicroBatch, StepLoader, derive_accumulation, validation_batches
 from data.order import Phase, SampleOrder
 from data.packing import Packing
+from data.skips import SkippedSamples
 from data.source import TokenSource
 
 _FINGERPRINT_PIECES = 64
@@ -47,6 +48,10 @@ class TrainingData:
     tokenizer: Path | None
     tokenizer_sha256: str | None
     fingerprints: tuple[str, ...]
+
+    def skipping(self, ranges: Sequence[Sequence[int]]) -> TrainingData:
+        """The same without these ranges of samples."""
+        return replace(self, order=self.order.skipping(SkippedSamples.of(ranges)))
 
 
 def open_data(config: Config) -> tuple[TrainingData, Config]:
@@ -146,7 +151,7 @@ def batch_geometry(config: Config, world_size: int) -> BatchGeometry:
 def training_batches(
     data: TrainingData, config: Config, geometry: BatchGeometry, rank: int, first_sample: int, device: torch.device
 ) -> StepLoader:
-    """This rank's batches from sample `first_sample` on."""
+    """This rank's batches from the run's sample `first_sample` on."""
     return StepLoader(
         data.sources,
         data.order,
@@ -163,10 +168,11 @@ def training_batches(
 def probe_batch(data: TrainingData, config: Config) -> torch.Tensor:
     """Tokens (B, T) of the first training samples, on which attention is measured; the same on all ranks.
 
-    Documents in it are not masked, whatever data.mask_documents says.
+    Documents in it are not masked, whatever data.mask_documents says. Samples that the run leaves out count as well, so
+    that the batch stays the same for the whole run.
     """
     num_sequences, seq_len = config.monitor.probe_sequences, sequence_length(config)
-    located = data.order.locate(np.arange(num_sequences))
+    located = data.order.skipping(SkippedSamples()).locate(np.arange(num_sequences))
     windows = np.empty((num_sequences, seq_len + 1), np.int64)
     for row, (source, window) in enumerate(zip(located.source.tolist(), located.window.tolist(), strict=True)):
         data.sources[source].read_window(window, seq_len, windows[row])

@@ -15,8 +15,9 @@ from torch import Tensor
 from configs.schema import Config, ModelConfig, resolve_model
 from data.indexed import IndexedShardWriter, token_dtype
 from data.loader import StepBatch
-from launch.engine import Engine, PendingReport, StepReport, build_model
+from launch.engine import Engine, build_model
 from launch.optimizer import build_optimizer, group_rates
+from launch.step_report import PendingReport, StepReport
 from launch.topology import Topology
 from launch.training_data import TrainingData, batch_geometry, probe_batch, training_batches
 from model.gpt import GPT

@@ -3,7 +3,10 @@
 One process on the CPU, fp32, in alternating rounds; ratios are to `none` at the same ZeRO stage. Of the two rows for
 clipping, one has a threshold that no logit's bound reaches, and shows the cost of watching.
 
-Targets: `quack` at most 3 % of a step, clipping that never clips at most 5 %.
+A measurement of the monitor falls into every second step here, and in a run into every hundredth by default; so its
+cost is that of the steps with a measurement over those of `none` in the same rounds, shared among a hundred steps.
+
+Targets: `quack` at most 3 % of a step, clipping that never clips at most 5 %, the monitor at most 2 %.
 
 Run from the repository root: `OMP_NUM_THREADS=1 python tests/benchmarks/control.py`.
 """
@@ -25,20 +28,24 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
-from launch.engine import start_distributed
+from configs.schema import MonitorConfig
+from launch.process_group import start_distributed
 from launch.topology import detect_topology
 from launch.training_data import open_data
 from tests.benchmarks.common import EngineLoop, add_shape_arguments, print_table
 from tests.benchmarks.engine import CONFIG_FILE, alternate, write_config
 
+NONE = "none"
+MONITOR = "monitor"
+MONITOR_STEPS = 2
 CONTROLS = {
-    "none": [],
+    NONE: [],
     "constant": ["qk_control.policy=constant"],
     "quack": ["qk_control.policy=quack"],
     "adaptive": ["qk_control.policy=adaptive"],
     "clip, nothing clips": ["qk_control.clip_threshold=1.0e+4"],
     "clip, every head computed": ["qk_control.clip_threshold=1.0e-4"],
-    "monitor every 10 steps": ["monitor.every_steps=10"],
+    MONITOR: [f"monitor.every_steps={MONITOR_STEPS}"],
     "muon": ["optim.name=muon"],
 }
 
@@ -50,15 +57,17 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of a step")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1], help="ZeRO stages")
+    parser.add_argument("--controls", nargs="+", choices=CONTROLS, default=list(CONTROLS), help="default: all")
     args = parser.parse_args()
+    names = list(dict.fromkeys([NONE, *args.controls]))
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         config = write_config(args, Path(folder))
         topology = detect_topology(os.environ)
         device = start_distributed(topology, config)
         loops = {}
-        for stage, (name, overrides) in itertools.product(args.stages, CONTROLS.items()):
-            settings = ["monitor.every_steps=null", f"deepspeed.zero_stage={stage}", *overrides]
+        for stage, name in itertools.product(args.stages, names):
+            settings = ["monitor.every_steps=null", f"deepspeed.zero_stage={stage}", *CONTROLS[name]]
             data, chosen = open_data(load_config(Path(folder) / CONFIG_FILE, settings))
             loops[f"stage {stage}, {name}"] = EngineLoop(chosen, data, topology, device)
         seconds = alternate({name: loop.step for name, loop in loops.items()}, args.rounds)
@@ -72,15 +81,29 @@ def main() -> None:
         f"{num_parameters / 1e6:.1f}M parameters, fp32, {torch.get_num_threads()} thread(s), "
         f"{config.train.global_batch_tokens:,} tokens a step, {args.rounds} rounds"
     )
-    # Means: the probes of `adaptive` and of the monitor fall into every tenth step only.
+    # Means: the probes of `adaptive` fall into every tenth step only.
     means = {name: statistics.mean(values) for name, values in seconds.items()}
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     rows = []
     for name, values in seconds.items():
-        reference = f"{name.split(',')[0]}, none"
+        reference = f"{name.split(',')[0]}, {NONE}"
         ratios = [f"{table[name] / table[reference]:.3f}" for table in (medians, means)]
         rows.append((name, f"{medians[name]:.3f}", f"{min(values):.3f}-{max(values):.3f}", *ratios))
     print_table(("step", "median s", "range s", "median of none", "mean of none"), rows)
+    if MONITOR in names:
+        for stage in args.stages:
+            none, monitored = (seconds[f"stage {stage}, {name}"] for name in (NONE, MONITOR))
+            print_measurement(f"stage {stage}", none, monitored)
+
+
+def print_measurement(name: str, none: list[float], monitored: list[float]) -> None:
+    """What a measurement costs, from the rounds that have one; step 1 was the warm-up, so the first round is step 2."""
+    default = MonitorConfig().every_steps
+    assert default is not None
+    extra = [monitored[i] - none[i] for i in range(len(none)) if (i + 2) % MONITOR_STEPS == 0]
+    cost = statistics.median(extra)
+    share = cost / (default * statistics.median(none))
+    print(f"{name}: a measurement takes {cost:.3f} s, {share:.2%} of the {default} steps between two by default")
 
 
 if __name__ == "__main__":

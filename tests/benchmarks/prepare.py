@@ -83,7 +83,10 @@ def huggingface_tokenizer(folder: Path, texts: list[str]) -> Tokenizer:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE, special_tokens=["<|endoftext|>"], show_progress=False
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts[:2000], trainer)
     path = folder / "tokenizer.json"

@@ -122,3 +122,9 @@ def test_preparation_is_that_of_the_files(
     (folder / "train-0.jsonl").write_text('{"id": 1, "text": "other"}')
     assert run("dataset", "--dataset", str(folder), *streamed)[0] == 2
     assert "made from other input" in capsys.readouterr().err
+
+
+def test_an_empty_stream_is_said_to_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "empty.json").touch()
+    with pytest.raises(DataError, match="a file is empty, or there is no row at all"):
+        read(DatasetRequest("json", data_files=(str(tmp_path / "empty.json"),), streaming=True))

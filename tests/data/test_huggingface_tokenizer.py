@@ -141,6 +141,48 @@ def test_names_of_special_tokens_in_a_text_are_text(tokenizer: Tokenizer) -> Non
     assert tokenizer.decode([*ids, 0]) == text
 
 
+def test_end_of_document_as_a_plain_added_token(folder: Path, tmp_path: Path) -> None:
+    """Which the library finds in texts, other than special ones."""
+    train(tmp_path, ["a b"], ["<pad>"]).save(str(tmp_path / "tokenizer.json"))
+    changed = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    changed.add_tokens([EOD])
+    changed.save(str(tmp_path / "tokenizer.json"))
+    eod_id = changed.token_to_id(EOD)
+    assert eod_id in changed.encode(f"a{EOD}b").ids
+    tokenizer = Tokenizer.load(tmp_path)
+    ids = tokenizer.encode(f"a{EOD}b")
+    assert tokenizer.eod_id == eod_id and eod_id not in ids
+    assert tokenizer.decode([*ids, eod_id]) == f"a{EOD}b"
+
+
+def test_tokenizer_that_leaves_characters_out(folder: Path, tmp_path: Path) -> None:
+    assert not Tokenizer.load(folder).drops_characters
+    content = json.loads((folder / "tokenizer.json").read_text())
+    path = tmp_path / "tokenizer.json"
+    byte = "\u0122"  # stands for 0x80
+    vocabulary = {token: number for token, number in content["model"]["vocab"].items() if byte not in token}
+    merges = [pair for pair in content["model"]["merges"] if "".join(pair) in vocabulary]
+    path.write_text(json.dumps(content | {"model": content["model"] | {"vocab": vocabulary, "merges": merges}}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.drops_characters
+    assert len(tokenizer.encode("À")) == 1 and len(Tokenizer.load(folder).encode("À")) == 2
+    model = content["model"] | {"vocab": vocabulary | {"<unk>": 900}, "merges": merges, "unk_token": "<unk>"}
+    path.write_text(json.dumps(content | {"model": model}))
+    assert not Tokenizer.load(tmp_path).drops_characters
+    tokenizers.Tokenizer(models.WordLevel({"a": 0})).save(str(path))
+    with pytest.raises(DataError, match=r"tokenizer\.json: cannot encode a text: .*UNK"):
+        Tokenizer.load(tmp_path).encode("b")
+
+
+def test_merges_that_lead_to_no_token(tmp_path: Path, capfd) -> None:
+    """At which the library panics, which is no Exception."""
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(DataError, match=r"vocab\.json, merges\.txt: not a vocabulary and its merges: "):
+        Tokenizer.load(tmp_path)
+    capfd.readouterr()
+
+
 def test_settings_that_change_texts_are_ignored(folder: Path, tmp_path: Path) -> None:
     """Truncation, padding, tokens around a text, and dropout."""
     changed = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from data.errors import DataError
 from data.indexed import IndexedShard, IndexedShardWriter, bin_path, idx_path, token_dtype
+from data.source import TokenSource
 
 DOCUMENTS = [[], [5, 6, 7], [], [], [8], list(range(100)), []]
 documents_strategy = st.lists(st.lists(st.integers(0, 65_535), max_size=8), max_size=8)
@@ -67,6 +68,24 @@ def test_reads_megatrons_shards(megatron: ModuleType, tmp_path: Path, vocab_size
     builder.finalize(str(tmp_path / "theirs.idx"))
     shard = IndexedShard.open(tmp_path / "theirs")
     assert read_documents(shard) == [[], [1, 2, 3, 4], [], [5, 6], [7, 8, 9, 999]]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_folder_of_megatrons_shards_is_one_source(megatron: ModuleType, tmp_path: Path) -> None:
+    """As their preparation names the parts."""
+    tokens = np.random.default_rng(0).integers(0, 50_257, 3000)
+    for number, part in enumerate(np.array_split(tokens, 12)):
+        prefix = str(tmp_path / f"web_{number}_text_document")
+        builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype=megatron.DType.optimal_dtype(50_257))
+        builder.add_document(torch.from_numpy(part), [100, len(part) - 100])
+        builder.finalize(f"{prefix}.idx")
+    source = TokenSource.open(tmp_path)
+    windows = np.empty((source.num_windows(64), 65), np.int64)
+    for number, window in enumerate(windows):
+        source.read_window(number, 64, window)
+    assert len(windows) == 46
+    assert np.array_equal(windows[:, :-1].ravel(), tokens[: 46 * 64])
+    assert source.document_starts(3, 64).tolist() == [58]
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])

@@ -1,6 +1,7 @@
 """Which files an input stands for."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def find(folder: Path, *inputs: str, excluded: tuple[Path, ...] = ()) -> list[str]:
-    found = find_input_files([str(folder / name) for name in inputs], excluded)
+    found = find_input_files([str(folder / name) for name in inputs], Counter(), excluded)
     return [file.path.relative_to(folder).as_posix() for file in found]
 
 
@@ -48,6 +49,21 @@ def test_output_within_the_input_is_left_out(folder: Path) -> None:
     ]
 
 
+def test_what_is_left_out_of_folders_is_counted(folder: Path) -> None:
+    for name in ("sub/more.PY", "noname", "c.csv.gz", "d.txt.bz2"):
+        (folder / name).touch()
+    left_out: Counter[str] = Counter()
+    find_input_files([str(folder), str(folder / "*.txt")], left_out)
+    assert left_out == {".py": 2, "": 1, ".csv.gz": 1, ".bz2": 1}
+
+
+def test_outputs_of_other_preparations_are_no_input(folder: Path) -> None:
+    for name in ("manifest.json", "tokenizer.json", "train-00000.bin", "train-00000.idx"):
+        (folder / "sub" / name).touch()
+    (folder / "manifest.json").touch()
+    assert find(folder, "") == ["a.jsonl", "b.txt", "manifest.json", "é f/g h.TXT.GZ"]
+
+
 def test_links_are_followed_but_not_in_circles(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     (elsewhere / "z.txt").touch()
@@ -57,17 +73,20 @@ def test_links_are_followed_but_not_in_circles(folder: Path, tmp_path_factory: p
     assert find(folder, "") == ["a.jsonl", "b.txt", "link/z.txt", "sub/c.md", "é f/g h.TXT.GZ"]
     (folder / "loop").symlink_to(folder / "loop")
     (folder / "broken.txt").symlink_to(folder / "absent")
-    with pytest.raises(DataError, match=r"broken\.txt: a link to .*absent, which is no file"):
-        find(folder, "")
+    for given in ("", "broken.txt", "b*.txt"):
+        with pytest.raises(DataError, match=r"broken\.txt: a link to .*absent, which is no file"):
+            find(folder, given)
+    with pytest.raises(DataError, match=r"loop: a link to .*loop, which is no file"):
+        find(folder, "loop")
 
 
 def test_input_that_stands_for_nothing(tmp_path: Path) -> None:
     for given_path in (tmp_path, tmp_path / "absent", tmp_path / "*.txt"):
         with pytest.raises(DataError, match="--input"):
-            find_input_files([str(given_path)])
+            find_input_files([str(given_path)], Counter())
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(DataError, match="pipe: neither a file nor a folder"):
-        find_input_files([str(tmp_path / "pipe")])
+        find_input_files([str(tmp_path / "pipe")], Counter())
 
 
 @pytest.mark.parametrize(
@@ -104,6 +123,7 @@ def test_description_depends_on_content_and_format_but_not_on_place(tmp_path: Pa
     assert describe("b.TXT", "content") == first
     assert first not in (describe("a.md", "content"), describe("c.txt", "contents"), describe("d.txt", "Content"))
     assert describe("a.txt.gz", "x") != describe("a.jsonl.gz", "x")
+    assert describe(os.fsdecode(b"a.\xff"), "x") != describe("a", "x")
 
 
 def test_large_files_are_told_apart_by_samples_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

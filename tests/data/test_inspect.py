@@ -1,7 +1,10 @@
 """`data.inspect` says what is wrong with a shard, and shows what is in a good one."""
 
+import io
 import json
 import re
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +50,14 @@ def test_good_output(output: Path, capsys, texts: list[str]) -> None:
     assert "hashes match" in shown
     assert "counts of the whole input: documents 100, empty 0, skipped 0, replaced 0, nul 0, text_bytes" in shown
     assert any(repr(text)[1:30] in shown for text in texts)
+
+
+def test_one_whole_document(output: Path, capsys, texts: list[str]) -> None:
+    for shown_path in (output / "train", output / "train/train-00000.bin"):
+        assert inspect.main([str(shown_path), "--document", "7"]) == 0
+        assert capsys.readouterr().out.rstrip("\n") in [text.rstrip("\n") for text in texts]
+    assert inspect.main([str(output / "train"), "--document", "1000"]) == 2
+    assert f"--document 1000: {output}/train has the documents 0 to " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 1000])
@@ -121,10 +132,50 @@ def test_foreign_pair(write_shard, capsys) -> None:
     assert "document 1: 5 6 7" in shown
 
 
+def test_folder_of_foreign_pairs(write_shard, capsys, tmp_path: Path) -> None:
+    (tmp_path / "foreign").mkdir()
+    for name, documents in (("part_10", [[9]]), ("part_9", [[5, 6], [7]])):
+        write_shard(f"foreign/{name}", documents)
+    for path in (tmp_path / "foreign", tmp_path):
+        assert inspect.main([str(path)]) == 0
+        shown = capsys.readouterr().out
+        assert f"{tmp_path / 'foreign'}: 3 documents, 4 tokens, ids 5 to 9" in shown
+        assert "part_9.bin: 2 documents, 3 tokens in uint16\n  part_10.bin: 1 documents, 1 tokens" in shown
+        assert "document 2: 9" in shown
+    (tmp_path / "foreign" / "part_9.bin").write_bytes(b"123")
+    assert inspect.main([str(tmp_path / "foreign")]) == 2
+    assert "part_9.bin: 3 bytes found, 6 expected by part_9.idx" in capsys.readouterr().err
+
+
+def test_folder_of_several_outputs(output: Path, capsys) -> None:
+    """All of their splits, and what is wrong with each."""
+    (output.parent / "all").mkdir()
+    first = output.rename(output.parent / "all" / "a")
+    shutil.copytree(first, first.with_name("b"))
+    assert inspect.main([str(first.parent), "--samples", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{first.parent / name}: " in shown for name in ("a/train", "a/val", "b/train", "b/val"))
+    for name in ("a/val/val-00000.bin", "b/train/train-00000.idx"):
+        flip_last_byte(first.parent / name)
+    assert inspect.main([str(first.parent), "--samples", "0"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("content has changed") == captured.err.count("error: ") == 2
+    assert f"{first.parent / 'b/val'}: " in captured.out
+
+
 def test_negative_id(write_shard, capsys) -> None:
     prefix = write_shard("foreign", [[5], [6, -1]], "<i4")
     assert inspect.main([str(prefix)]) == 2
     assert "foreign.bin: token 2 has id -1" in capsys.readouterr().err
+
+
+def test_terminal_that_lacks_characters(write_shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = write_shard("🚀", [[1]])
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
+    assert inspect.main([str(prefix)]) == 0
+    sys.stdout.flush()
+    assert rb"\U0001f680.bin: 1 documents" in shown.getvalue()
 
 
 def test_nothing_there(tmp_path: Path, capsys) -> None:

@@ -346,6 +346,28 @@ def test_leftovers_are_replaced(corpus: Path, tokenizer_path: Path) -> None:
     assert not (options.output / "train" / "train-00007.bin").exists()
 
 
+def test_output_may_be_a_link(corpus: Path, tokenizer_path: Path) -> None:
+    """To a folder, or to where one will be; it is made there, and the link stays."""
+    target = corpus.parent / "disk" / "target"
+    target.mkdir(parents=True)
+    for name, folder in (("link", target), ("dangling", target.with_name("absent"))):
+        link = corpus.parent / name
+        link.symlink_to(folder)
+        prepare.prepare(make_options(corpus, tokenizer_path, output=link))
+        assert link.is_symlink() and (folder / "train" / "manifest.json").is_file()
+    assert sorted(path.name for path in target.parent.iterdir()) == ["absent", "target"]
+    assert sorted(path.name for path in corpus.parent.iterdir()) == ["corpus", "dangling", "disk", "link"]
+
+
+def test_files_of_other_names_in_folders_are_said(corpus: Path, tokenizer_path: Path, capsys) -> None:
+    for name in ("page.html", "other.HTML", "archive.txt.bz2", "noname"):
+        (corpus / name).touch()
+    prepare.prepare(make_options(corpus, tokenizer_path))
+    expected = "left out 4 files of other names: 2 .html, 1 .bz2, 1 without a suffix"
+    (said,) = re.findall(r"left out 4 files.*", capsys.readouterr().out)
+    assert sorted(said.split(": ")[1].split(", ")) == sorted(expected.split(": ")[1].split(", "))
+
+
 def test_two_preparations_of_one_output(corpus: Path, tokenizer_path: Path) -> None:
     options = make_options(corpus, tokenizer_path)
     with (
@@ -377,8 +399,22 @@ def test_command_from_text_to_samples(corpus: Path) -> None:
             "no document for training: 1 found, 1 of them empty",
         ),
         (["--input", "{good}", "--tokenizer", "{bad}"], "{bad}: not a SentencePiece model"),
-        (["--input", "{good}"], "a vocabulary of 8,192 is too large for this text"),
+        (["--input", "{good}"], "a vocabulary of 8,192 (--vocab-size) is too large for this text"),
         (["--input", "{good}", "--val-fraction", "1.5"], "--val-fraction 1.5"),
+        (["--input", "{good}", "--val-fraction", "1"], "--val-fraction 1.0: a number from 0 to below 1 expected"),
+        (
+            ["--input", "{good}", "--tokenizer", "{model}", "--val-fraction", "0.999999999"],
+            "no document for training: 1 found, 1 for validation (--val-fraction 0.999999999)",
+        ),
+        (
+            ["--input", "{bad}", "--tokenizer", "{model}", "--on-error", "skip"],
+            "no document for training: 1 found, 1 left out (--on-error skip)",
+        ),
+        (["--input", "{good}", "--vocab-size", "259"], "--vocab-size 259: at least 260 expected"),
+        (["--input", "{good}", "--vocab-size", "9" * 11], "training the tokenizer failed: "),
+        (["--input", "{good}", "--output", "."], "--output .: the current folder, which cannot be replaced"),
+        (["--input", "{good}", "--output", "/proc"], "--output /proc: a mount point, which cannot be replaced"),
+        (["--input", "{good}", "--output", "{absent}/../empty/.."], "exists and was not made by data.prepare"),
         (["--input", "{good}", "--seed", "-1"], "--seed -1: at least 0 expected"),
         (["--input", "{good}", "--workers", "0"], "--workers 0: at least 1 expected"),
         (["--input", "{good}", "--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
@@ -386,6 +422,8 @@ def test_command_from_text_to_samples(corpus: Path) -> None:
         (["--input", "{good}", "--dataset", "json"], "argument --dataset: not allowed with argument --input"),
         (["--input", "{good}", "--split", "train"], "--split: only with --dataset"),
         (["--input", "{good}", "--streaming"], "--streaming: only with --dataset"),
+        (["--dataset", "json", "--document-per", "line"], "--document-per: only with --input"),
+        (["--dataset", "json", "--encoding", "latin-1"], "--encoding: only with --input"),
         (["--input", "{good}", "--eod-token", "x"], "--eod-token: only with --tokenizer"),
         (
             ["--input", "{good}", "--tokenizer", "{model}", "--eod-token", "<x>"],

@@ -183,13 +183,19 @@ def test_bad_bytes_in_other_encodings(tmp_path: Path, content: bytes, encoding: 
             assert read(path, encoding=encoding, newlines="keep") == [text.removeprefix("\ufeff")]
 
 
+def test_encoding_with_errors_of_its_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", b"two words")
+    with pytest.raises(DataError, match=r"a\.txt: not PUNYCODE \(--encoding\)"):
+        read(path, encoding="punycode")
+
+
 def test_missing_byte_order_mark(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "text".encode("utf-16-be"))
     with pytest.raises(DataError, match=r"a\.txt: no byte order mark; --encoding utf-16-le or utf-16-be"):
         read(path, encoding="utf-16")
 
 
-@pytest.mark.parametrize("name", ["nonsense", "hex", "rot13", ""])
+@pytest.mark.parametrize("name", ["nonsense", "hex", "rot13", "", "undefined", "a\0b"])
 def test_encoding_that_is_none(name: str) -> None:
     with pytest.raises(DataError, match=f"--encoding {name}: unknown"):
         streams.check_encoding(name)
@@ -281,13 +287,29 @@ def test_json_files_of_all_shapes(tmp_path: Path, records, indent, ensure_ascii:
         (b'[{"text": 3}]', r"record 0: 'text' \(--text-key\) is int, a text expected"),
         (b'[{"text": "x"}, 3]', "record 1: a JSON object expected, int found"),
         (b'{\n"data": [1]}', r"record 0: no text under 'text' \(--text-key\); keys here: data"),
-        (b'["x", "\xff"]', "record 1: character 0 of the text is half of a surrogate pair|byte 7 is 0xFF"),
+        (b'["x", "\xff"]', "byte 7 is 0xFF: not UTF-8 "),
+        (codecs.BOM_UTF8 + '["é",\n'.encode() + b'{"text": "\xf0\x9f\x9a"}]', "byte 20 is 0xF0: not UTF-8 "),
+        ('["x"]'.encode("utf-16"), r"byte 0 is 0xFF: not UTF-8, but perhaps UTF-16 \(--encoding utf-16\)"),
+        (b'["\\ud800"]', "record 0: character 0 of the text is half of a surrogate pair"),
     ],
 )
 def test_bad_json_file(tmp_path: Path, content: bytes, message: str) -> None:
     path = write(tmp_path / "bad.json", content)
     with pytest.raises(DataError, match=rf"bad\.json: .*({message})"):
         read(path)
+
+
+@hypothesis_settings
+@given(content=st.lists(st.sampled_from([b"a", b"\xff", b"\xf0", b"\x9f", b"\x9a", b"\xc3", b"\xa9"])), size=sizes)
+def test_bad_bytes_in_json_are_repaired_as_in_text(tmp_path: Path, content: list[bytes], size: int) -> None:
+    text = b"".join(content)
+    path = write(tmp_path / "a.json", b'[{"text": "fine"},\n{"text": "' + text + b'"}]')
+    counts: Counter[str] = Counter()
+    with block_size(size):
+        assert read(path, counts, on_error="replace") == ["fine", text.decode(errors="replace")]
+        assert counts["replaced"] == text.decode(errors="replace").count("\ufffd")
+        is_bad = counts["replaced"] > 0
+        assert read(path, on_error="skip") == (["fine"] if is_bad else ["fine", text.decode()])
 
 
 def test_json_lines_by_the_name_of_json_are_cut_like_json_lines(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data import blocks, prepare
+from data import blocks, files, prepare
 from data.errors import DataError
 from data.indexed import IndexedShard, IndexedShardWriter, bin_path, idx_path
 from data.journal import JOURNAL_NAME
@@ -28,6 +29,7 @@ from data.parallel import map_tasks
 from data.source import TokenSource
 
 REPOSITORY = Path(__file__).parents[2]
+KINDS = ("bin", "idx")
 # The command with small blocks, and a journal entry after each task.
 DRIVER = """
 import sys
@@ -91,7 +93,7 @@ def test_interrupted_at_every_place(corpus: Path, tokenizer_path: Path, monkeypa
     whole = make_options(corpus, tokenizer_path, output=corpus.parent / "whole")
     prepare.prepare(whole)
     expected = folder_content(whole.output)
-    num_tasks = len(list(blocks.read_tasks(prepare._open_input(whole).sources, whole.read)))
+    num_tasks = len(list(blocks.read_tasks(prepare._open_input(whole, whole.output).sources, whole.read)))
     assert num_tasks >= 8
     assert sum(name.endswith(".bin") for name in expected) > 5
     for stop in range(num_tasks):
@@ -110,10 +112,12 @@ def test_interrupted_at_every_place(corpus: Path, tokenizer_path: Path, monkeypa
 
 
 @pytest.mark.usefixtures("small_steps")
-@pytest.mark.parametrize("change", ["val_fraction", "input", "tokenizer"])
+@pytest.mark.parametrize("change", ["val_fraction", "input", "middle_of_large_input", "tokenizer"])
 def test_another_preparation_starts_afresh(
     corpus: Path, tokenizer_path: Path, monkeypatch, capsys, change: str
 ) -> None:
+    monkeypatch.setattr(files, "_FINGERPRINT_WHOLE_BYTES", 0)
+    monkeypatch.setattr(files, "_FINGERPRINT_PIECE_BYTES", 1)
     with interrupted_after(6, monkeypatch):
         prepare.prepare(make_options(corpus, tokenizer_path))
     changes: dict[str, Any] = {}
@@ -121,8 +125,14 @@ def test_another_preparation_starts_afresh(
         changes["val_fraction"] = 0.1
     elif change == "tokenizer":
         changes |= {"tokenizer": None, "vocab_size": 400}
-    else:
+    elif change == "input":
         (corpus / "b00.txt").write_text("changed")
+    else:
+        before = files.fingerprint_file(corpus / "e.jsonl")
+        content = bytearray((corpus / "e.jsonl").read_bytes())
+        content[content.index(b"ka", len(content) // 2)] = ord("x")
+        (corpus / "e.jsonl").write_bytes(content)
+        assert files.fingerprint_file(corpus / "e.jsonl") == before  # of which it sees a few bytes only
     capsys.readouterr()
     options = make_options(corpus, tokenizer_path, **changes)
     prepare.prepare(options)
@@ -152,13 +162,30 @@ def test_trained_tokenizer_is_kept(corpus: Path, tokenizer_path: Path, monkeypat
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_missing_piece_of_an_unfinished_preparation_is_said(corpus: Path, tokenizer_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), r"train-00000\.bin: no such file; .*"),
+        (lambda path: path.with_suffix(".idx").unlink(), r"train-00000\.idx: no such file; .*"),
+        (lambda path: os.truncate(path, 10), r"train-00000\.bin: 10 bytes found, [\d,]+ expected by train-00000\.idx"),
+        (
+            lambda path: [
+                shutil.copy(path.with_name(f"train-00001.{kind}"), path.with_suffix(f".{kind}")) for kind in KINDS
+            ],
+            r"train: [\d,]+ tokens in the shards, [\d,]+ were written",
+        ),
+    ],
+)
+def test_damage_of_an_unfinished_preparation_is_said(
+    corpus: Path, tokenizer_path: Path, monkeypatch, damage, message: str
+) -> None:
     options = make_options(corpus, tokenizer_path)
     with interrupted_after(6, monkeypatch):
         prepare.prepare(options)
-    (corpus.parent / "out.partial" / "train" / "train-00000.bin").unlink()
-    with pytest.raises(DataError, match=r"train-00000\.bin: no such file; remove .*out\.partial to begin again"):
+    damage(corpus.parent / "out.partial" / "train" / "train-00000.bin")
+    with pytest.raises(DataError, match=rf"{message}; remove .*out\.partial to begin again"):
         prepare.prepare(options)
+    assert not options.output.exists()
 
 
 def test_killed_at_random_moments(corpus: Path, tokenizer_path: Path, texts: list[str]) -> None:

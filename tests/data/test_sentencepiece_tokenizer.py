@@ -101,8 +101,8 @@ def test_long_lines_are_learnt_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("corpus", "vocab_size", "message"),
     [
-        (["a few words"], 8192, "a vocabulary of 8,192 is too large for this text"),
-        (["a few words"], 100, "a vocabulary of 100 is too small for this text"),
+        (["a few words"], 8192, r"a vocabulary of 8,192 \(--vocab-size\) is too large for this text"),
+        (["a few words"], 100, r"a vocabulary of 100 \(--vocab-size\) is too small for this text"),
         ([], 8192, "no text to train"),
         (["\n"], 8192, "no text to train"),
     ],

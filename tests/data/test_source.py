@@ -77,6 +77,43 @@ def test_foreign_pair(write_shard, tmp_path: Path) -> None:
         assert (source.name, source.manifest, source.num_tokens) == ("text.v2_document", None, 3)
 
 
+def test_folder_of_foreign_pairs_is_one_source(write_shard, tmp_path: Path) -> None:
+    """In the order of their names, numbers in them by their value; whatever else lies there is left alone."""
+    contents = {"part_10_document": [9], "part_2_document": [5, 6], "part_2_document_b": [7, 8], "part_1": [], "x": [1]}
+    for name, tokens in contents.items():
+        write_shard(name, [tokens], "<i4" if name == "x" else "<u2")
+    for name in ("README.md", "vocab.json", ".part_0.bin", "part.bin.zip"):
+        (tmp_path / name).write_text("x")
+    source = TokenSource.open(tmp_path)
+    names = [shard.prefix.name for shard in source.shards]
+    assert names == ["part_1", "part_2_document", "part_2_document_b", "part_10_document", "x"]
+    assert (source.name, source.path, source.manifest, source.num_tokens) == (tmp_path.name, tmp_path, None, 6)
+    out = np.empty(6, np.int64)
+    source.read_window(0, 5, out)
+    assert out.tolist() == [5, 6, 7, 8, 9, 1]
+    assert source.document_starts(0, 5).tolist() == [2, 4, 5, 6]
+
+
+@pytest.mark.parametrize("path", [bin_path, idx_path])
+def test_half_of_a_foreign_pair_is_named(write_shard, tmp_path: Path, path) -> None:
+    for name in ("a", "b"):
+        write_shard(name, [[1]])
+    path(tmp_path / "b").unlink()
+    with pytest.raises(DataError, match=rf"{path(tmp_path / 'b')}: no such file; a shard is a .bin and an .idx"):
+        TokenSource.open(tmp_path)
+
+
+def test_unfinished_preparation_is_no_foreign_folder(write_shard, tmp_path: Path) -> None:
+    (tmp_path / "out.partial" / "train").mkdir(parents=True)
+    write_shard("out.partial/train/train-00000", [[1]])
+    with pytest.raises(DataError, match="an unfinished preparation"):
+        TokenSource.open(tmp_path / "out.partial" / "train")
+    moved = (tmp_path / "out.partial").rename(tmp_path / "out")
+    (moved / "train" / "train-00001.bin.tmp").touch()
+    with pytest.raises(DataError, match="an unfinished preparation"):
+        TokenSource.open(moved / "train")
+
+
 def test_names_and_manifest(write_shard, tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / split).mkdir()
@@ -88,11 +125,13 @@ def test_names_and_manifest(write_shard, tmp_path: Path) -> None:
 
 
 def test_folder_above_the_splits_suggests_them(write_shard, tmp_path: Path) -> None:
-    (tmp_path / "train").mkdir()
-    write_shard("train/a", [[1]])
-    write_manifest(tmp_path / "train", ["a"])
-    with pytest.raises(DataError, match=r"did you mean .*train\?"):
-        TokenSource.open(tmp_path)
+    folder = tmp_path / "outputs" / "out" / "train"
+    folder.mkdir(parents=True)
+    write_shard("outputs/out/train/a", [[1]])
+    write_manifest(folder, ["a"])
+    for above in (folder.parent, folder.parent.parent):
+        with pytest.raises(DataError, match=rf"did you mean {folder}\?"):
+            TokenSource.open(above)
 
 
 def test_nothing_there(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import gzip
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -100,6 +101,36 @@ def test_rows_without_text_and_bad_bytes(tmp_path: Path, suffix: str, write) -> 
     with pytest.raises(DataError, match=rf"a\.{suffix}: row 1: byte 1 is 0xFF: not UTF-8"):
         read(path)
     assert read(path, on_error="replace") == ["one", "t\ufffdo", "three"]
+
+
+@pytest.mark.parametrize(("suffix", "write"), WRITERS)
+def test_columns_of_the_same_name_and_dots_in_names(tmp_path: Path, suffix: str, write) -> None:
+    path = tmp_path / f"a.{suffix}"
+    write(pa.table([["x"], ["y"]], names=["text", "text"]), path)
+    with pytest.raises(DataError, match=r"2 columns are called 'text' \(--text-key\); one expected"):
+        read(path)
+    write(pa.table({"a": [{"text": "inner"}], "a.text": ["outer"]}), path)
+    assert read(path, text_key="a.text") == ["outer"]
+
+
+@pytest.mark.parametrize("write", [write_stream, write_random_access])
+def test_rows_that_point_to_nothing(tmp_path: Path, write) -> None:
+    """As in an Arrow file with a changed byte."""
+    offsets, texts = pa.py_buffer(np.array([0, 2, -5, 4], "<i4")), pa.py_buffer(b"abcd")
+    column = pa.Array.from_buffers(pa.string(), 3, [None, offsets, texts])
+    indices = pa.array([0, 7, 1], pa.int32())
+    for damaged in (column, pa.DictionaryArray.from_arrays(indices, pa.array(["a", "b"]), safe=False)):
+        write(pa.table({"text": damaged}), tmp_path / "bad.arrow")
+        with pytest.raises(DataError, match=r"bad\.arrow: not a readable Arrow file: .*(offset|index|out of bounds)"):
+            read(tmp_path / "bad.arrow")
+
+
+def test_damaged_names_of_columns(tmp_path: Path) -> None:
+    write_stream(pa.table({"text": ["x"], "other column": [1]}), tmp_path / "bad.arrow")
+    content = (tmp_path / "bad.arrow").read_bytes()
+    (tmp_path / "bad.arrow").write_bytes(content.replace(b"other", b"oth\xf8r"))
+    with pytest.raises(DataError, match=r"bad\.arrow: not a readable Arrow file: .*can't decode byte 0xf8"):
+        read(tmp_path / "bad.arrow")
 
 
 @pytest.mark.parametrize(("suffix", "write"), WRITERS)

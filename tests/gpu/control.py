@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
-from launch.engine import start_distributed
+from launch.process_group import start_distributed
 from launch.topology import detect_topology
 from launch.training_data import open_data
 from model.attention.causal import causal_attention

@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
 from configs.schema import Config
-from launch.engine import start_distributed
 from launch.hardware import device_peak_flops
 from launch.plan import ASSUMED_VOCAB_SIZE
+from launch.process_group import start_distributed
 from launch.topology import detect_topology
 from launch.training_data import batch_geometry, open_data, sequence_length, training_batches
 from model.attention.mha import causal_attention

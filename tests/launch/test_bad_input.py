@@ -17,6 +17,7 @@ import yaml
 from data.indexed import IndexedShardWriter, token_dtype
 from data.order import SampleOrder
 from tests.conftest import ROOT, Finished, finish, launcher_command, python, read_metrics, start, write_shard
+from tests.launch.supervised import wait_until
 
 
 def train(config: Path, *overrides: str) -> Finished:
@@ -238,8 +239,34 @@ def test_a_full_disk_keeps_the_previous_checkpoint(run_copy: tuple[Path, Path, l
     assert "the checkpoint of step 6 could not be saved" in only_error(finished)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
     assert not (folder / "DONE").exists()
+    settings = ["checkpoint.every_steps=1", "train.steps=20", "checkpoint.max_failures=2"]
+    finished = python("-c", script, config, *overrides, *settings)
+    assert finished.output.count("training goes on and tries again") == 2
+    error = only_error(finished)
+    assert "the checkpoint of step 7 could not be saved" in error
+    assert "this is failure 3 in a row (checkpoint.max_failures)" in error
     assert train(config, *overrides).code == 0
     assert (folder / "checkpoints/step_00000006").is_dir()
+
+
+def test_a_vanished_folder_is_not_made_again_and_may_come_back(tiny_config: Path, tmp_path: Path) -> None:
+    """Renaming the run's folder looks to the run like a network disk that is gone, and then there again."""
+    folder, away = tmp_path / "runs/tiny", tmp_path / "runs/away"
+    settings = ["train.steps=100000", "checkpoint.every_steps=3", "checkpoint.max_failures=100000"]
+    process = start([sys.executable, "train.py", str(tiny_config), *settings])
+    wait_until((folder / "checkpoints/step_00000006").is_dir, "a checkpoint", process)
+    folder.rename(away)
+    num_steps = len(read_metrics(away))
+    wait_until(lambda: len(read_metrics(away)) > num_steps + 6, "more steps", process)
+    assert not folder.exists()
+    away.rename(folder)
+    process.send_signal(signal.SIGTERM)
+    finished = finish(process)
+    assert finished.code == 75, finished.errors
+    assert f"{folder}: the run's folder has vanished; there is no checkpoint yet" in finished.output
+    last = read_metrics(folder)[-1]["step"]
+    assert (folder / f"checkpoints/step_{last:08d}/manifest.json").is_file()
+    assert not list((folder / "checkpoints").glob("*.partial"))
 
 
 def test_moved_data_goes_on_and_other_data_does_not(

@@ -5,15 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from launch.engine import PendingReport, local_device
 from launch.errors import RunError
+from launch.process_group import local_device
+from launch.step_report import PendingReport
 from launch.timing import Stopwatch
 
 
 def row(
-    loss_sum: float, grad_norm: float, squares: tuple[float, float], applied: float = 1, stop: float = 0
+    loss_sum: float,
+    grad_norm: float,
+    squares: tuple[float, float],
+    applied: float = 1,
+    stop: float = 0,
+    bad_micro_batch: float = -1,
 ) -> list[float]:
-    return [loss_sum, 0.0, 10.0, grad_norm, applied, stop, 0.5, 0.1, 1e9, *squares]
+    return [loss_sum, 0.0, 10.0, grad_norm, applied, stop, 0.5, 0.1, 1e9, bad_micro_batch, *squares]
 
 
 def test_a_report_sums_over_ranks_and_undoes_clipping() -> None:
@@ -24,7 +30,7 @@ def test_a_report_sums_over_ranks_and_undoes_clipping() -> None:
     assert report.num_targets == 20
     assert report.grad_norm == 10.0
     assert report.group_grad_norms == pytest.approx({"a": 6.0, "b": 8.0})
-    assert report.bad_ranks == ()
+    assert report.bad_ranks == []
     assert report.step_applied
     assert not report.stop_requested
 
@@ -38,11 +44,15 @@ def test_replicated_squares_count_once() -> None:
 
 def test_a_rank_without_finite_loss_is_named_and_one_request_stops_all() -> None:
     rows = torch.tensor(
-        [row(1.0, float("inf"), (0.0, 0.0), applied=0), row(float("nan"), float("inf"), (0.0, 0.0), stop=1)],
+        [
+            row(1.0, float("inf"), (0.0, 0.0), applied=0),
+            row(float("nan"), float("inf"), (0.0, 0.0), stop=1, bad_micro_batch=2),
+        ],
         dtype=torch.float64,
     )
     report = PendingReport(rows, ["a", "b"], {}, {}, None, replicated=False).read()
-    assert report.bad_ranks == (1,)
+    assert report.bad_micro_batches == (None, 2)
+    assert report.bad_ranks == [1]
     assert not report.step_applied
     assert report.stop_requested
 

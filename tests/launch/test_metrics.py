@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.engine import StepReport
+from launch.step_report import StepReport
 from launch.hardware import peak_flops
 from launch.metrics import STRAGGLER_STEPS, StragglerWatch, drop_records_after, slowest_rank, step_record
 
@@ -21,7 +21,7 @@ def report(**changes: object) -> StepReport:
         "grad_norm": 1.0,
         "group_grad_norms": {"decay": 1.0},
         "step_applied": True,
-        "bad_ranks": (),
+        "bad_micro_batches": (None, None),
         "forward_seconds": (1.0, 1.0),
         "data_seconds": (0.0, 0.1),
         "memory_bytes": (1e9, 2e9),

@@ -7,9 +7,12 @@ computes with must be the (rounded) fp32 masters, bit for bit.
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import os
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
 from launch import engine as engine_module
-from launch.engine import Engine, leave, start_distributed
+from launch.engine import Engine
 from launch.logs import start_screen_log
+from launch.process_group import leave, start_distributed
 from launch.topology import detect_topology
 from train import run
 
 ENGINES: list[Engine] = []
+EARLIER: list[weakref.ref[torch.nn.Module]] = []
 
 
 class RecordedEngine(Engine):
@@ -33,6 +38,13 @@ class RecordedEngine(Engine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         ENGINES[:] = [self]
+        EARLIER.append(weakref.ref(self.module))
+
+
+def num_kept_models() -> int:
+    """Models of engines that a run has given up and that still take memory."""
+    gc.collect()
+    return sum(model() is not None for model in EARLIER[:-1])
 
 
 def differing_copies() -> list[str]:
@@ -61,10 +73,15 @@ def main(cases_path: str) -> None:
     device = start_distributed(topology, configs[0])
     outcomes: list[int | str] = []
     engine_module.Engine = RecordedEngine  # type: ignore[misc]
+    handlers = list(logging.getLogger("launch").handlers)
     for config in configs:
+        EARLIER.clear()
+        logging.getLogger("launch").handlers[:] = handlers  # no other case's log.txt
         try:
             outcomes.append(run(config, topology, device))
             differing = differing_copies()
+            if num_kept_models():
+                outcomes[-1] = f"{num_kept_models()} models that the run has given up are still in memory"
             if differing:
                 outcomes[-1] = f"working weights differ from the masters: {differing}"
         except (ValueError, RuntimeError) as error:

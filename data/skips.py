@@ -1,0 +1,46 @@
+"""Samples of the data order that a run leaves out.
+
+The order itself does not change. What changes is which of its places the n-th sample of the run comes from:
+
+       place in the order   0 1 2 3 4 5 6 7 8 9 ...
+       left out                   [3, 6)
+       sample of the run    0 1 2       3 4 5 6 ...
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SkippedSamples:
+    """Ranges [first, stop) of places in the order, ascending, apart from each other. Made with `of`."""
+
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, ranges: Iterable[Sequence[int]]) -> "SkippedSamples":
+        """From ranges in any sequence, which may touch or overlap."""
+        merged: list[tuple[int, int]] = []
+        for first, stop in sorted((first, stop) for first, stop in ranges):
+            if merged and first <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            elif first < stop:
+                merged.append((first, stop))
+        return cls(tuple(merged))
+
+    def and_range(self, first: int, stop: int) -> "SkippedSamples":
+        """These and one more range."""
+        return self.of([*self.ranges, (first, stop)])
+
+    def places(self, samples: np.ndarray) -> np.ndarray:
+        """The places in the order of samples of the run: int64, of the same shape."""
+        samples = np.asarray(samples, np.int64)
+        if not self.ranges:
+            return samples
+        first, stop = np.array(self.ranges, np.int64).T
+        skipped = np.cumsum(stop - first)
+        # The sample that comes after a range has all samples before the range, less those left out, before it.
+        next_samples = stop - skipped
+        return samples + np.append(0, skipped)[np.searchsorted(next_samples, samples, side="right")]
