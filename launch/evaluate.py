@@ -25,8 +25,10 @@ from launch.errors import RunError
 from launch.hf.folder import run_command
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
+    from data.tokenizer import Tokenizer
     from model.gpt import GPT
 
 DEFAULT_BATCH_TOKENS = 4096
@@ -103,10 +105,26 @@ def plan_windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[in
         start += stride
 
 
-def evaluate_tokens(model: GPT, tokens: Sequence[int], window: int, stride: int, batch_size: int) -> tuple[float, int]:
+def encode_text(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> np.ndarray:
+    """Ids of a text, int32 [num_tokens]; only the first ones where there is a limit."""
+    import numpy as np
+
+    from data.encode import encode_segments
+
+    segments, num_tokens = [], 0
+    for ids in encode_segments(tokenizer, text):
+        segments.append(ids)
+        num_tokens += len(ids)
+        if max_tokens is not None and num_tokens >= max_tokens:
+            break
+    return np.concatenate(segments)[:max_tokens]
+
+
+def evaluate_tokens(model: GPT, tokens: np.ndarray, window: int, stride: int, batch_size: int) -> tuple[float, int]:
     """Summed loss in nats and number of predicted tokens.
 
     Args:
+        tokens: int32 [num_tokens].
         batch_size: windows at once.
     """
     import torch
@@ -114,7 +132,7 @@ def evaluate_tokens(model: GPT, tokens: Sequence[int], window: int, stride: int,
     device = model.embedding.weight.device
     windows = list(plan_windows(len(tokens), window, stride))
     batches = [windows[first : first + batch_size] for first in range(0, len(windows), batch_size)]
-    all_tokens = torch.tensor(tokens)
+    all_tokens = torch.from_numpy(tokens)
     sum_nats, num_tokens = 0.0, 0
     with torch.no_grad():
         for batch in _with_progress(batches):
@@ -161,8 +179,7 @@ def print_evaluation(options: argparse.Namespace) -> None:
     """
     import torch
 
-    from data.tokenizer import Tokenizer
-    from launch.load_model import load_model
+    from launch.load_model import load_model, load_tokenizer
 
     text = _read_text(options.text)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -170,20 +187,13 @@ def print_evaluation(options: argparse.Namespace) -> None:
     window = _in_range("--window", options.window, 1, model.config.max_seq_len, model.config.max_seq_len)
     stride = _in_range("--stride", options.stride, 1, window, window)
     batch_size = _in_range("--batch-size", options.batch_size, 1, None, max(1, DEFAULT_BATCH_TOKENS // window))
-    tokenizer_path = options.tokenizer or next(iter(checkpoint.glob("tokenizer.*")), None)
-    if tokenizer_path is None:
-        raise RunError(f"{checkpoint} holds no tokenizer (its data had none); name one with --tokenizer")
-    tokenizer = Tokenizer.load(tokenizer_path)
-    tokens = tokenizer.encode(text)
-    num_bytes = len(text.encode())
-    if options.max_tokens is not None:
-        tokens = tokens[: _in_range("--max-tokens", options.max_tokens, 2, None, None)]
-        num_bytes = len(tokenizer.decode(tokens).encode())
-    if len(tokens) < 2:
-        raise RunError(f"{options.text}: {len(tokens)} tokens; at least 2 are needed to predict one")
-    if max(tokens) >= (model.config.vocab_size or 0):
-        raise RunError(f"{tokenizer_path}: has ids beyond the model's vocabulary of {model.config.vocab_size}")
-    num_bytes -= len(tokenizer.decode(tokens[:1]).encode())
+    max_tokens = None if options.max_tokens is None else _in_range("--max-tokens", options.max_tokens, 2, None, None)
+    tokenizer = load_tokenizer(checkpoint, options.tokenizer, model.config.vocab_size)
+    tokens = encode_text(tokenizer, text, max_tokens)
+    counted_text = text if max_tokens is None else tokenizer.decode(tokens.tolist())
+    num_bytes = len(counted_text.encode()) - len(tokenizer.decode(tokens[:1].tolist()).encode())
+    if len(tokens) < 2 or num_bytes < 1:
+        raise RunError(f"{options.text}: too short: it has {len(tokens)} tokens, of which the first is not predicted")
     result = summarise(*evaluate_tokens(model, tokens, window, stride, batch_size), num_bytes)
     if options.json:
         print(json.dumps({**asdict(result), "window": window, "stride": stride}))

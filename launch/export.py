@@ -60,11 +60,12 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_bytes: in
     from launch.hf.architecture import OWN, choose_architecture, to_hf_config
     from launch.hf.masters import Masters
     from launch.hf.model_card import write_model_card
+    from launch.load_model import end_of_document_id
 
     with new_folder(out) as folder, Masters(checkpoint) as masters:
         model = masters.config.model
         tokenizer = _find_tokenizer(masters)
-        eod_id = _eod_id(masters, tokenizer)
+        eod_id = end_of_document_id(masters.config, tokenizer)
         _write_weights(folder, masters, dtype, max_shard_bytes)
         _write_json(folder / "config.json", to_hf_config(model, DTYPES[dtype], eod_id))
         vocab_size = None if tokenizer is None else tokenizer.vocab_size
@@ -143,23 +144,6 @@ def _find_tokenizer(masters: Masters) -> Tokenizer | None:
 
     name = masters.state.tokenizer_file
     return None if name is None else Tokenizer.load(masters.checkpoint / name)
-
-
-def _eod_id(masters: Masters, tokenizer: Tokenizer | None) -> int | None:
-    """The id that ended the training documents, as far as it can be known."""
-    from data.errors import DataError
-    from data.manifest import Manifest
-
-    if masters.config.data.eod_id is not None:
-        return masters.config.data.eod_id
-    for source in masters.config.data.sources:
-        try:
-            manifest = Manifest.read(Path(source.path))
-        except (DataError, OSError):
-            continue  # the data is elsewhere, or has no manifest
-        if manifest.tokenizer_sha256 == masters.state.tokenizer_sha256:
-            return manifest.eod_id
-    return None if tokenizer is None else tokenizer.eod_id
 
 
 def _write_tokenizer(folder: Path, masters: Masters, tokenizer: Tokenizer | None, eod_id: int | None) -> list[str]:

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from configs.errors import ConfigError
 from launch.errors import RunError
@@ -55,8 +55,7 @@ def import_model(path: Path, out: Path) -> None:
     from launch.hf.layouts import parameter_shapes, rules
 
     with contextlib.ExitStack() as stack:
-        weights, imported, tokenizer, remarks = _open(path, stack)
-        layout = "gguf" if path.suffix == ".gguf" else imported.architecture
+        weights, imported, layout, tokenizer, remarks = _open(path, stack)
         table = rules(layout, imported.model, imported.pairs_are_neighbours)
         shapes = parameter_shapes(imported.model)
         problems = list(tensor_problems({rule.name: rule.shape(shapes) for rule in table}, weights.shapes))
@@ -89,8 +88,22 @@ def tensor_problems(wanted: Shapes, found: Shapes) -> Iterator[str]:
             yield f"{name}: has no place in this model"
 
 
-def _open(path: Path, stack: contextlib.ExitStack) -> tuple[Weights, Imported, Tokenizer | None, list[str]]:
-    """The weights, what the configuration says, the tokenizer, and remarks for the user."""
+class _Source(NamedTuple):
+    """What is imported.
+
+    Attributes:
+        layout: of the weights, for `launch.hf.layouts.rules`.
+        remarks: for the user.
+    """
+
+    weights: Weights
+    imported: Imported
+    layout: str
+    tokenizer: Tokenizer | None
+    remarks: list[str]
+
+
+def _open(path: Path, stack: contextlib.ExitStack) -> _Source:
     from data.tokenizer import Tokenizer
     from launch.hf.architecture import from_hf_config
     from launch.hf.gguf_file import GgufFile
@@ -101,10 +114,10 @@ def _open(path: Path, stack: contextlib.ExitStack) -> tuple[Weights, Imported, T
         imported = from_hf_config(file.config(), str(path))
         content, remark = file.tokenizer_json()
         if content is None:
-            return file, imported, None, [remark]
+            return _Source(file, imported, "gguf", None, [remark])
         from data.huggingface_tokenizer import HuggingFaceTokenizer
 
-        return file, imported, HuggingFaceTokenizer(path, content), []
+        return _Source(file, imported, "gguf", HuggingFaceTokenizer(path, content), [])
     if not path.is_dir():
         raise RunError(f"{path}: neither a folder nor a .gguf file")
     imported = from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
@@ -120,7 +133,7 @@ def _open(path: Path, stack: contextlib.ExitStack) -> tuple[Weights, Imported, T
     best = max(tokenizers, key=lambda tokenizer: tokenizer.vocab_size, default=None)
     if best is None:
         remarks.append(f"{path} has no tokenizer that can be read, so the checkpoint has none")
-    return folder, imported, best, remarks
+    return _Source(folder, imported, imported.architecture, best, remarks)
 
 
 def _without_tied_head(problems: list[str], weights: Weights, model: ModelConfig) -> list[str]:

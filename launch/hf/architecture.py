@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from configs.errors import ConfigError
 from configs.schema import AttentionConfig, MlaConfig, ModelConfig, resolve_model
+from launch.hf.config_keys import unknown_keys
 
 LLAMA = "LlamaForCausalLM"
 QWEN3 = "Qwen3ForCausalLM"
@@ -21,6 +22,28 @@ _Json = dict[str, Any]
 _DEFAULT_NORM_EPS = 1e-6
 _DEFAULT_ROPE_THETA = 10000.0
 _DEFAULT_QWEN3_HEAD_DIM = 128
+
+_NEEDED_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    "max_position_embeddings",
+)
+_NEEDED_KEYS_BY_TYPE = {
+    "deepseek_v3": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    "steadyhead": ("attention",),
+}
+# The only value of a key for which the model computes the same.
+_ONLY_VALUES: _Json = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "rope_interleaved": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+}
+_ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+# Code in a folder that is known to compute what the architecture does: DeepSeek's, and ours.
+_KNOWN_CODE = {"deepseek_v3": "modeling_deepseek", "steadyhead": "modeling_steadyhead"}
 
 
 def choose_architecture(model: ModelConfig) -> str:
@@ -124,42 +147,44 @@ def from_hf_config(config: _Json, where: str) -> Imported:
         ConfigError: a line for everything that this program does not compute, and for missing or wrong values.
     """
     model_type = config.get("model_type")
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise ConfigError([f"{where}: model_type {model_type!r} is not supported; expected {', '.join(MODEL_TYPES)}"])
     problems: list[str] = []
+    missing = [f"{where}: {key} is missing" for key in _missing_keys(config)]
     try:
         problems += [f"{where}: {problem}" for problem in _unsupported(config)]
-        model = _model(config)
+        model = None if missing else _model(config)
     except ValidationError as error:
         wrong = [
             f"{where}: {'.'.join(map(str, item['loc']))}: {item['input']!r}: {item['msg']}" for item in error.errors()
         ]
         raise ConfigError([*problems, *wrong]) from None
-    except KeyError as error:
-        raise ConfigError([*problems, f"{where}: {error.args[0]} is missing"]) from None
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError([*problems, f"{where}: {error}"]) from None
-    if problems:
-        raise ConfigError(problems)
+    if problems or model is None:
+        raise ConfigError([*problems, *missing])
     eos = config.get("eos_token_id")
     first = eos[0] if isinstance(eos, list) and eos else eos
-    eod_id = first if isinstance(first, int) and 0 <= first < (model.vocab_size or 0) else None
+    eod_id = first if type(first) is int and 0 <= first < (model.vocab_size or 0) else None
     return Imported(MODEL_TYPES[model_type], model, eod_id, bool(config.get("rope_interleave", True)))
 
 
+def _missing_keys(config: _Json) -> Iterator[str]:
+    """Sizes that are absent or null: what is derived from others here is derived in another way there."""
+    for key in (*_NEEDED_KEYS, *_NEEDED_KEYS_BY_TYPE.get(config["model_type"], ())):
+        if config.get(key) is None:
+            yield key
+    if config["model_type"] == "deepseek_v3" and "q_lora_rank" not in config:
+        yield "q_lora_rank"  # null means that there is none
+
+
 def _unsupported(config: _Json) -> Iterator[str]:
-    """Settings that change what the network computes and that the model has no counterpart of."""
-    wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-    for key, value in wanted.items():
+    """Settings that change what the network computes, or might, and that the model has no counterpart of."""
+    for key, value in _ONLY_VALUES.items():
         if config.get(key, value) != value:
             yield f"{key} {config[key]!r} is not supported; only {value!r} is"
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        yield f"rope scaling {rope_type!r} is not supported"
-    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        yield f"partial_rotary_factor {partial} is not supported; only 1.0 is"
+    yield from _unsupported_code(config)
+    yield from _unsupported_rope(config)
     if config.get("sliding_window") is not None and config.get("use_sliding_window") is None:
         yield f"sliding_window {config['sliding_window']} is not supported"
     kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
@@ -168,30 +193,87 @@ def _unsupported(config: _Json) -> Iterator[str]:
     if config.get("quantization_config"):
         yield "quantised weights (quantization_config) are not supported"
     if config["model_type"] == "deepseek_v3":
-        num_dense, num_layers = config.get("first_k_dense_replace", 3), config.get("num_hidden_layers", 61)
-        if num_dense < num_layers and config.get("n_routed_experts", 256) is not None:
-            yield f"mixture of experts is not supported: first_k_dense_replace is {num_dense} of {num_layers} layers"
+        yield from _unsupported_deepseek(config)
+    for key in unknown_keys(config):
+        yield f"{key} {config[key]!r} is unknown and might change what the model computes; delete it if it does not"
+
+
+def _unsupported_deepseek(config: _Json) -> Iterator[str]:
+    """Layers that are not dense, and heads that share keys."""
+    num_dense, num_layers = config.get("first_k_dense_replace", 3), config.get("num_hidden_layers")
+    is_dense = type(num_dense) is int and not (type(num_layers) is int and num_dense < num_layers)
+    if not is_dense and config.get("n_routed_experts", 256) is not None:
+        yield f"mixture of experts is not supported: first_k_dense_replace is {num_dense!r} of {num_layers} layers"
+    num_heads, num_kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if type(num_heads) is int and num_kv_heads not in (None, num_heads):
+        yield f"num_key_value_heads {num_kv_heads!r} is not supported; only one a head is, so {num_heads}"
+    if config.get("rope_interleave", True) not in (True, False, None):
+        yield f"rope_interleave {config['rope_interleave']!r} is not supported; expected true or false"
+
+
+def _unsupported_code(config: _Json) -> Iterator[str]:
+    """A folder of another class than the model type's, or with code of its own."""
+    expected = MODEL_TYPES[config["model_type"]]
+    architectures = config.get("architectures")
+    if architectures and expected not in architectures:
+        yield f"architectures {architectures!r} is not supported; expected {expected}"
+    for auto_class, name in (config.get("auto_map") or {}).items():
+        module = str(name).split("--")[-1].split(".")[0]
+        if auto_class.startswith("AutoModel") and module != _KNOWN_CODE.get(config["model_type"]):
+            yield f"auto_map.{auto_class} {name!r}: a model with code of its own is not supported"
+
+
+def _unsupported_rope(config: _Json) -> Iterator[str]:
+    """Other rotary positions than rope_theta^(-2i / width) times the position, on the whole width."""
+    bases = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
+    partial = {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
+    for section in ("rope_parameters", "rope_scaling"):
+        rope = config.get(section) or {}
+        if not isinstance(rope, dict):
+            yield f"{section} {rope!r} is not supported; expected an object"
+            continue
+        scalings = [rope[key] for key in ("rope_type", "type") if rope.get(key, "default") != "default"]
+        if scalings:
+            yield f"rope scaling {scalings[0]!r} is not supported"
+            continue
+        for key, value in rope.items():
+            if key not in _ROPE_KEYS and value is not None:
+                yield f"{section}.{key} {value!r} is not supported"
+        if rope.get("rope_theta") is not None:
+            bases[f"{section}.rope_theta"] = rope["rope_theta"]
+        partial[f"{section}.partial_rotary_factor"] = rope.get("partial_rotary_factor", 1.0)
+    for key, value in partial.items():
+        if value not in (None, 1.0):
+            yield f"{key} {value!r} is not supported; only 1.0 is"
+    if any(value != next(iter(bases.values())) for value in bases.values()):
+        yield "; ".join(f"{key} is {value!r}" for key, value in bases.items()) + ": which one holds is not clear"
 
 
 def _model(config: _Json) -> ModelConfig:
-    rope = config.get("rope_parameters") or {}
-    dim, num_heads = config["hidden_size"], config["num_attention_heads"]
     model = ModelConfig(
         vocab_size=config["vocab_size"],
-        dim=dim,
+        dim=config["hidden_size"],
         num_layers=config["num_hidden_layers"],
-        num_heads=num_heads,
+        num_heads=config["num_attention_heads"],
         num_kv_heads=config.get("num_key_value_heads"),
         head_dim=_head_dim(config),
         ffn_dim=config["intermediate_size"],
         max_seq_len=config["max_position_embeddings"],
         tie_embeddings=config.get("tie_word_embeddings", False),
-        rope_theta=rope.get("rope_theta") or config.get("rope_theta") or _DEFAULT_ROPE_THETA,
+        rope_theta=_rope_theta(config),
         norm_eps=config.get("rms_norm_eps", _DEFAULT_NORM_EPS),
         init_std=config.get("initializer_range") or ModelConfig.model_fields["init_std"].default,
         attention=_attention(config),
     )
     return resolve_model(model)
+
+
+def _rope_theta(config: _Json) -> float:
+    for section in (config.get("rope_scaling"), config.get("rope_parameters"), config):
+        if isinstance(section, dict) and section.get("rope_theta") is not None:
+            theta: float = section["rope_theta"]
+            return theta
+    return _DEFAULT_ROPE_THETA
 
 
 def _head_dim(config: _Json) -> int | None:

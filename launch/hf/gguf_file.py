@@ -9,12 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs.errors import ConfigError
 from launch.errors import RunError
 from launch.hf.layouts import Shapes
 
+_PREFIX = "llama."
 _CONTROL, _USER_DEFINED = 3, 4
 # llama.cpp's names of ways to cut a text before byte-pair encoding, and whether each digit stands alone.
-_DIGITS_ALONE = {"smollm": True, "gpt-2": False, "default": False}
+_DIGITS_ALONE = {"smollm": True, "gpt-2": False}
+# Of `llama.…`: what is read here, and what says nothing about a dense model's computation.
+_KNOWN_KEYS = (
+    *("embedding_length", "feed_forward_length", "block_count", "context_length", "expert_count", "vocab_size"),
+    *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "expert_used_count", "tensor_data_layout"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+    "attention.layer_norm_rms_epsilon",
+)
 
 
 class GgufFile:
@@ -43,39 +52,50 @@ class GgufFile:
         }
 
     def read(self, name: str) -> Tensor:
-        """A tensor in fp32, dequantised."""
+        """A tensor in fp32, dequantised. Raises RunError when this cannot be done."""
         tensor = self._tensors[name]
-        values = self._dequantize(tensor.data, tensor.tensor_type)
+        try:
+            values = self._dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise RunError(f"{self.path}: {name} of type {tensor.tensor_type.name} cannot be read: {error}") from None
         return torch.from_numpy(np.array(values, dtype=np.float32)).view(self.shapes[name])
 
     def config(self) -> dict[str, Any]:
         """What the file says of the model, by the keys of a Llama's config.json.
 
         Raises:
-            RunError: it is another architecture, or a size is missing.
+            RunError: it is another architecture, or a size is missing or no number.
+            ConfigError: with a line for every setting that is unknown here.
         """
         architecture = self._fields.get("general.architecture")
         if architecture != "llama":
             raise RunError(f"{self.path}: general.architecture {architecture!r} is not supported; only 'llama' is")
-        if self._get("expert_count", 0):
+        if self._number("expert_count", 0):
             raise RunError(f"{self.path}: mixture of experts is not supported")
-        dim, num_heads = self._need("embedding_length"), self._need("attention.head_count")
-        head_dim = self._get("attention.key_length", dim // num_heads)
-        scaling = self._get("rope.scaling.type", "none")
+        unknown = [
+            name for name in self._fields if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in _KNOWN_KEYS
+        ]
+        if unknown:
+            raise ConfigError(
+                [f"{self.path}: {name} is unknown and might change what the model computes" for name in unknown]
+            )
+        dim, num_heads = self._number("embedding_length"), self._number("attention.head_count")
+        head_dim = self._number("attention.key_length", dim // max(1, num_heads))
+        scaling = self._fields.get(f"{_PREFIX}rope.scaling.type", "none")
         return {
             "model_type": "llama",
             "vocab_size": self.shapes.get("token_embd.weight", (0,))[0],
             "hidden_size": dim,
-            "intermediate_size": self._need("feed_forward_length"),
-            "num_hidden_layers": self._need("block_count"),
+            "intermediate_size": self._number("feed_forward_length"),
+            "num_hidden_layers": self._number("block_count"),
             "num_attention_heads": num_heads,
-            "num_key_value_heads": self._get("attention.head_count_kv", num_heads),
+            "num_key_value_heads": self._number("attention.head_count_kv", num_heads),
             "head_dim": head_dim,
-            "max_position_embeddings": self._need("context_length"),
-            "rms_norm_eps": self._need("attention.layer_norm_rms_epsilon"),
-            "rope_theta": self._get("rope.freq_base", 10000.0),
+            "max_position_embeddings": self._number("context_length"),
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._number("rope.freq_base", 10000.0),
             "rope_scaling": {"rope_type": "default" if scaling == "none" else scaling},
-            "partial_rotary_factor": self._get("rope.dimension_count", head_dim) / head_dim,
+            "partial_rotary_factor": self._number("rope.dimension_count", head_dim) / max(1, head_dim),
             "tie_word_embeddings": "output.weight" not in self.shapes,
             "eos_token_id": self._fields.get("tokenizer.ggml.eos_token_id"),
         }
@@ -87,9 +107,12 @@ class GgufFile:
             return None, f"the file's tokenizer ({kind}, {cut}) cannot be converted; bring its tokenizer.json"
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-        tokens, kinds = self._fields["tokenizer.ggml.tokens"], self._fields["tokenizer.ggml.token_type"]
-        merges = [tuple(merge.split(" ", 1)) for merge in self._fields["tokenizer.ggml.merges"]]
         try:
+            tokens, kinds = self._fields["tokenizer.ggml.tokens"], self._fields["tokenizer.ggml.token_type"]
+            merges = [tuple(merge.split(" ", 1)) for merge in self._fields["tokenizer.ggml.merges"]]
+            named = [
+                (token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)
+            ]
             fast = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
         except Exception as error:  # the library raises nothing more special
             return None, f"the file's tokenizer cannot be converted: {' '.join(str(error).split())}"
@@ -97,15 +120,15 @@ class GgufFile:
         digits = [pre_tokenizers.Digits(individual_digits=True)] if _DIGITS_ALONE[cut] else []
         fast.pre_tokenizer = pre_tokenizers.Sequence([*digits, byte_level])
         fast.decoder = decoders.ByteLevel()
-        named = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
         fast.add_special_tokens([AddedToken(token, normalized=False) for token, kind in named if kind == _CONTROL])
         fast.add_tokens([AddedToken(token, normalized=False) for token, kind in named if kind == _USER_DEFINED])
         return fast.to_str(pretty=True).encode(), ""
 
-    def _get(self, key: str, default: Any) -> Any:
-        return self._fields.get(f"llama.{key}", default)
-
-    def _need(self, key: str) -> Any:
-        if f"llama.{key}" not in self._fields:
-            raise RunError(f"{self.path}: has no llama.{key}")
-        return self._fields[f"llama.{key}"]
+    def _number(self, key: str, default: float | None = None) -> Any:
+        """A setting. Raises RunError when it is no number, or missing without a default."""
+        value = self._fields.get(_PREFIX + key, default)
+        if value is None:
+            raise RunError(f"{self.path}: has no {_PREFIX}{key}")
+        if not isinstance(value, int | float):
+            raise RunError(f"{self.path}: {_PREFIX}{key} is {value!r}; expected a number")
+        return value

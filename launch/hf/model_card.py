@@ -17,6 +17,7 @@ from launch.hf.layouts import Shapes
 from launch.training_data import fingerprint, list_sources, sequence_length
 
 PICTURE = "loss.png"
+_CURVE_KEYS = {"step", "loss", "val_loss"}
 _Records = list[dict[str, Any]]
 _FEW_POINTS = 50
 
@@ -64,13 +65,15 @@ def read_curve(checkpoint: Path, state: TrainingState) -> _Records:
     if not state.step or not path.is_file():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # cut off by a kill
-        if isinstance(record, dict) and {"step", "loss"} <= record.keys() and record["step"] <= state.step:
-            records.append(record)
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue  # cut off by a kill
+            if isinstance(record, dict) and {"step", "loss"} <= record.keys() and record["step"] <= state.step:
+                # A long run has a million lines, of which a picture needs little.
+                records.append({key: record[key] for key in _CURVE_KEYS & record.keys()})
     is_ours = bool(records) and records[-1]["step"] == state.step and records[-1]["loss"] == state.loss
     return records if is_ours else []
 

@@ -44,26 +44,33 @@ class SafetensorsFolder:
             stack: closes the files at its end.
 
         Raises:
-            RunError: there are none, or one is missing or damaged.
-            ConfigError: with a line for every tensor of a type that cannot be read.
+            RunError: there are none, one is missing or damaged, or it is not clear which ones count.
+            ConfigError: with a line for every tensor that is not where the index says, is in two files, or is of a type
+                that cannot be read.
         """
         self.shapes: Shapes = {}
         self._files: dict[str, Any] = {}
+        paths: dict[str, Path] = {}
         problems = []
-        for path in _list_files(folder):
+        for path, listed in _list_files(folder).items():
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except FileNotFoundError:
                 raise RunError(f"{path}: is missing") from None
             except (OSError, SafetensorError) as error:
                 raise RunError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+            names = list(file.keys())
+            problems += [f"{path}: {name} is missing, which {INDEX} lists" for name in sorted(listed - set(names))]
+            for name in names:
                 if name.endswith(_IGNORED_SUFFIX):
                     continue
                 part = file.get_slice(name)
                 if part.get_dtype() not in _READABLE_DTYPES:
                     readable = ", ".join(_READABLE_DTYPES)
                     problems.append(f"{path}: {name} has type {part.get_dtype()}; expected one of {readable}")
+                if name in paths:
+                    problems.append(f"{path}: {name} is in {paths[name].name}, too")
+                paths[name] = path
                 self.shapes[name] = tuple(part.get_shape())
                 self._files[name] = file
         if problems:
@@ -75,15 +82,22 @@ class SafetensorsFolder:
         return tensor.to(torch.float32)
 
 
-def _list_files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise RunError(f"{folder / INDEX}: has no weight_map")
-        return [folder / name for name in sorted(set(map(str, weight_map.values())))]
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    raise RunError(f"{folder}: holds neither {SINGLE} nor {INDEX}; other formats (.bin) are not read")
+def _list_files(folder: Path) -> dict[Path, set[str]]:
+    """The files, and which tensors the index puts into each."""
+    index, single = folder / INDEX, folder / SINGLE
+    if index.is_file() and single.is_file():
+        raise RunError(f"{folder}: holds both {SINGLE} and {INDEX}; which one counts is not clear")
+    if single.is_file():
+        return {single: set()}
+    if not index.is_file():
+        raise RunError(f"{folder}: holds neither {SINGLE} nor {INDEX}; other formats (.bin) are not read")
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise RunError(f"{index}: has no weight_map")
+    files: dict[Path, set[str]] = {}
+    for name, file in weight_map.items():
+        files.setdefault(folder / str(file), set()).add(name)
+    return dict(sorted(files.items()))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""Checkpoints of small models without DeepSpeed, for the tests of export, import and evaluation."""
+"""Small checkpoints for the tests of export, import, evaluation and sampling: made without DeepSpeed, and trained."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import save_file
 
 from configs.load import to_yaml
@@ -14,6 +16,7 @@ from configs.schema import Config, ModelConfig, resolve, resolve_model
 from launch.checkpoint_files import CONFIG, MANIFEST, STATE, TrainingState, file_entry, rank_file, write_state
 from model.gpt import GPT
 from model.initialisation import initialise
+from tests.conftest import finish, launcher_command, python, start
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -24,6 +27,13 @@ SMALL: dict[str, Any] = {
     "init_std": 0.15,
 }
 MLA_SIZES: dict[str, Any] = {"q_latent_dim": 12, "kv_latent_dim": 14, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
+
+SENTENCES = (
+    "The people of the United States are free.",
+    "Congress shall make no law.",
+    "Peace and commerce with all nations.",
+    "We hold these truths to be self-evident.",
+)
 
 
 def make_model(attention: dict[str, Any] | None = None, **sizes: Any) -> GPT:
@@ -38,14 +48,21 @@ def make_model(attention: dict[str, Any] | None = None, **sizes: Any) -> GPT:
     return model.eval()
 
 
-def save_model(model: GPT, folder: Path, num_ranks: int = 1, tokenizer: Path | None = None, **state: Any) -> Path:
+def save_model(
+    model: GPT,
+    folder: Path,
+    num_ranks: int = 1,
+    tokenizer: Path | None = None,
+    eod_id: int | None = None,
+    **state: Any,
+) -> Path:
     """A checkpoint whose parameters are cut into as many ranges as there are ranks."""
     folder.mkdir(parents=True)
     config = resolve(
         Config(
             run={"name": "small"},
             model=model.config,
-            data={"sources": [{"path": "nowhere"}]},
+            data={"sources": [{"path": "nowhere"}], "eod_id": eod_id},
             train={"steps": 1, "global_batch_tokens": model.config.max_seq_len},
         )
     )
@@ -82,3 +99,41 @@ def save_model(model: GPT, folder: Path, num_ranks: int = 1, tokenizer: Path | N
         names.append(rank_file(rank))
     (folder / MANIFEST).write_text(json.dumps({"files": {name: file_entry(folder / name) for name in names}}))
     return folder
+
+
+@functools.cache
+def trained_run(base: Path) -> Path:
+    """The folder of a run at ZeRO stage 3 on two ranks, in bf16, on text prepared by the command.
+
+    Args:
+        base: the folder of all temporary files of a session, which trains only once.
+    """
+    folder = base / "trained_run"
+    folder.mkdir()
+    lines = [SENTENCES[index % 4] + (f" No. {index}." if index % 7 == 0 else "") for index in range(1200)]
+    (folder / "text.txt").write_text("\n\n".join(lines))
+    prepared = python(
+        *("-m", "data.prepare", "--input", folder / "text.txt", "--output", folder / "shards"),
+        *("--train-tokenizer", "bpe", "--vocab-size", "390", "--document-per", "block", "--val-fraction", "0.1"),
+    )
+    assert prepared.code == 0, prepared.errors
+    config = {
+        "run": {"dir": str(folder / "runs"), "name": "text"},
+        "model": {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64},
+        "optim": {"lr": 1e-2, "warmup_steps": 5},
+        "qk_control": {"policy": "constant"},
+        "data": {
+            "sources": [{"path": str(folder / "shards/train")}],
+            "val_sources": {"held out": str(folder / "shards/val")},
+        },
+        "train": {"steps": 80, "global_batch_tokens": 1024, "micro_batch_size": 8, "precision": "bf16"},
+        "deepspeed": {
+            "zero_stage": 3,
+            "overrides": {"zero_optimization": {"stage3_param_persistence_threshold": 64}},
+        },
+        "validation": {"every_steps": 20, "batches": 2},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    finished = finish(start(launcher_command("deepspeed", 2, "train.py", str(folder / "config.yaml"))))
+    assert finished.code == 0, finished.output + finished.errors
+    return folder / "runs/text"

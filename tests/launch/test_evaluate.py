@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.sentencepiece_tokenizer import train_sentencepiece
 from data.tokenizer import Tokenizer
-from launch.evaluate import evaluate_tokens, main, plan_windows, summarise
+from launch.evaluate import encode_text, evaluate_tokens, main, plan_windows, summarise
 from launch.export import export
 from launch.load_model import load_model
 from model.gpt import GPT
@@ -64,12 +65,12 @@ def model(checkpoint: Path) -> GPT:
 @pytest.mark.parametrize(("window", "stride", "batch_size"), [(16, 16, 4), (16, 5, 3), (160, 160, 1), (7, 1, 50)])
 def test_equals_a_plain_loop(model: GPT, window: int, stride: int, batch_size: int) -> None:
     """One token at a time, from the window that begins last among those which reach it first."""
-    tokens = torch.randint(320, (95,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = np.random.default_rng(0).integers(320, size=95, dtype=np.int32)
     expected = 0.0
     for target in range(1, len(tokens)):
         start = 0 if target <= window else -(-(target - window) // stride) * stride
         with torch.no_grad():
-            logits = model.logits(torch.tensor([tokens[start:target]]))[0, -1]
+            logits = model.logits(torch.from_numpy(tokens[None, start:target]))[0, -1]
         expected -= float(logits.log_softmax(-1)[tokens[target]])
     total, count = evaluate_tokens(model, tokens, window, stride, batch_size)
     assert count == len(tokens) - 1
@@ -105,6 +106,23 @@ def test_equals_the_exported_models_loss(checkpoint: Path, tmp_path: Path, capsy
     assert result["byte_perplexity"] == pytest.approx(math.exp(total / result["num_bytes"]), rel=1e-5)
 
 
+def test_a_long_text_is_encoded_in_parts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, text = Tokenizer.load(checkpoint / "tokenizer.model"), TEXT * 100
+    whole = tokenizer.encode(text)
+    lengths = []
+
+    def encode_array(part: str) -> np.ndarray:
+        lengths.append(len(part))
+        return type(tokenizer).encode_array(tokenizer, part)
+
+    monkeypatch.setattr(tokenizer, "encode_array", encode_array)
+    assert encode_text(tokenizer, text, None).tolist() == whole
+    assert max(lengths) < len(text) / 2
+    lengths.clear()
+    assert encode_text(tokenizer, text, 1000).tolist() == whole[:1000]
+    assert sum(lengths) < len(text) / 2
+
+
 def test_what_is_printed(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     code, output, errors = run([checkpoint, "--text", tmp_path / "text.txt", "--max-tokens", "200"], capsys)
@@ -125,18 +143,21 @@ def test_bad_input_is_one_line(checkpoint: Path, tmp_path: Path, capsys: pytest.
     text.write_text(TEXT)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "one character").write_text("é")
     plain = save_model(make_model(), tmp_path / "plain")
     cases: list[tuple[list[Any], str]] = [
         ([tmp_path / "nowhere", "--text", text], "no such checkpoint"),
         ([checkpoint, "--text", tmp_path / "nowhere"], "nowhere: no such file"),
         ([checkpoint, "--text", tmp_path / "binary"], "binary: not UTF-8 text"),
-        ([checkpoint, "--text", tmp_path / "empty"], "0 tokens; at least 2"),
+        ([checkpoint, "--text", tmp_path / "empty"], "too short: it has 0 tokens"),
+        ([checkpoint, "--text", tmp_path / "one character"], "one character: too short"),
+        ([checkpoint, "--text", tmp_path], "Is a directory"),
         ([checkpoint, "--text", text, "--window", "161"], "--window is 161; expected 1 to 160"),
         ([checkpoint, "--text", text, "--window", "16", "--stride", "17"], "--stride is 17; expected 1 to 16"),
         ([checkpoint, "--text", text, "--batch-size", "0"], "--batch-size is 0; expected at least 1"),
         ([checkpoint, "--text", text, "--max-tokens", "1"], "--max-tokens is 1; expected at least 2"),
         ([plain, "--text", text], "holds no tokenizer"),
-        ([plain, "--text", text, "--tokenizer", checkpoint / "tokenizer.model"], "ids beyond the model's vocabulary"),
+        ([plain, "--text", text, "--tokenizer", checkpoint / "tokenizer.model"], "ids, beyond the model's vocabulary"),
     ]
     for arguments, message in cases:
         code, _, errors = run(arguments, capsys)

@@ -17,7 +17,6 @@ import sentencepiece
 import test
 import tokenizers
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -34,8 +33,8 @@ from launch.hf.safetensors_stream import StreamedTensor, write_safetensors
 from launch.load_model import load_model
 from model.generate import generate
 from model.gpt import GPT
-from tests.conftest import finish, launcher_command, python, start
-from tests.launch.hf_helpers import MLA_SIZES, make_model, save_model
+from tests.conftest import python
+from tests.launch.hf_helpers import MLA_SIZES, make_model, save_model, trained_run
 
 ALL_OPTIONS = {"softcap": 3.0, "ssmax": True, "sink": True, "gated": True, "qk_norm": True}
 # name -> (keys of model.attention, other keys of the model, architecture)
@@ -317,45 +316,9 @@ def test_a_sentencepiece_model_that_cannot_be_converted(tmp_path: Path, capsys: 
         assert theirs(text)["input_ids"] == ours.encode(text)
 
 
-SENTENCES = (
-    "The people of the United States are free.",
-    "Congress shall make no law.",
-    "Peace and commerce with all nations.",
-    "We hold these truths to be self-evident.",
-)
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run at ZeRO stage 3 on two ranks, on text prepared by the command."""
-    folder = tmp_path_factory.mktemp("text")
-    lines = [SENTENCES[index % 4] + (f" No. {index}." if index % 7 == 0 else "") for index in range(1200)]
-    (folder / "text.txt").write_text("\n\n".join(lines))
-    prepared = python(
-        *("-m", "data.prepare", "--input", folder / "text.txt", "--output", folder / "shards"),
-        *("--train-tokenizer", "bpe", "--vocab-size", "390", "--document-per", "block", "--val-fraction", "0.1"),
-    )
-    assert prepared.code == 0, prepared.errors
-    config = {
-        "run": {"dir": str(folder / "runs"), "name": "text"},
-        "model": {"dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64},
-        "optim": {"lr": 1e-2, "warmup_steps": 5},
-        "qk_control": {"policy": "constant"},
-        "data": {
-            "sources": [{"path": str(folder / "shards/train")}],
-            "val_sources": {"held out": str(folder / "shards/val")},
-        },
-        "train": {"steps": 40, "global_batch_tokens": 1024, "micro_batch_size": 8, "precision": "bf16"},
-        "deepspeed": {
-            "zero_stage": 3,
-            "overrides": {"zero_optimization": {"stage3_param_persistence_threshold": 64}},
-        },
-        "validation": {"every_steps": 10, "batches": 2},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    finished = finish(start(launcher_command("torchrun", 2, "train.py", str(folder / "config.yaml"))))
-    assert finished.code == 0, finished.output + finished.errors
-    return folder / "runs/text"
+    return trained_run(tmp_path_factory.getbasetemp())
 
 
 def test_a_real_run(trained: Path, tmp_path: Path) -> None:
@@ -382,8 +345,8 @@ def test_a_real_run(trained: Path, tmp_path: Path) -> None:
     state = read_state(checkpoint)
     for fact in (
         "# text\n",
-        "| steps (of the schedule's horizon) | 40 of 40 |",
-        "| tokens seen | 40,960 |",
+        "| steps (of the schedule's horizon) | 80 of 80 |",
+        "| tokens seen | 81,920 |",
         "| query/key policy (`qk_control`) | constant, alpha 0.1 |",
         "| ZeRO stage, ranks | 3, 2 |",
         f"| training, last step | {state.loss:.4f} |",
@@ -470,14 +433,18 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest
         assert "error: " in finished.errors
 
 
-def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(*arguments: Any, **keywords: Any) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failure_in_the_middle_leaves_nothing(
+    failure: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any, **keywords: Any) -> None:
+        raise failure
 
-    monkeypatch.setattr("launch.hf.model_card.write_model_card", full_disk)
+    monkeypatch.setattr("launch.hf.model_card.write_model_card", fail)
     checkpoint = save_model(make_model(), tmp_path / "good")
     assert main([str(checkpoint), str(tmp_path / "new/folder/out")]) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good"]
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_two_processes_do_not_write_one_folder(tmp_path: Path) -> None:

@@ -2,54 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import yaml
 
+from data.manifest import Manifest
 from data.tokenizer import Tokenizer
-from launch.checkpoint_files import find_checkpoint
+from launch.checkpoint_files import CONFIG, find_checkpoint, read_config
+from launch.generate import main
 from launch.load_model import load_model
-from tests.conftest import finish, launcher_command, python, start
-
-SENTENCES = (
-    "The people of the United States are free.",
-    "Congress shall make no law.",
-    "Peace and commerce with all nations.",
-    "We hold these truths to be self-evident.",
-)
+from model.generate import generate
+from tests.conftest import python
+from tests.launch.hf_helpers import make_model, save_model, trained_run
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run at ZeRO stage 3 on two ranks, in bf16, on text prepared by the command."""
-    folder = tmp_path_factory.mktemp("text")
-    lines = [SENTENCES[index % 4] + (f" No. {index}." if index % 7 == 0 else "") for index in range(1200)]
-    (folder / "text.txt").write_text("\n\n".join(lines))
-    prepared = python(
-        *("-m", "data.prepare", "--input", folder / "text.txt", "--output", folder / "shards"),
-        *("--train-tokenizer", "bpe", "--vocab-size", "384", "--document-per", "block", "--val-fraction", "0.1"),
-    )
-    assert prepared.code == 0, prepared.errors
-    config = {
-        "run": {"dir": str(folder / "runs"), "name": "text"},
-        "model": {"dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "max_seq_len": 64},
-        "optim": {"lr": 1e-2, "warmup_steps": 5},
-        "data": {
-            "sources": [{"path": str(folder / "shards/train")}],
-            "val_sources": {"text": str(folder / "shards/val")},
-        },
-        "train": {"steps": 80, "global_batch_tokens": 1024, "micro_batch_size": 8, "precision": "bf16"},
-        "deepspeed": {
-            "zero_stage": 3,
-            "overrides": {"zero_optimization": {"stage3_param_persistence_threshold": 64}},
-        },
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    finished = finish(start(launcher_command("deepspeed", 2, "train.py", str(folder / "config.yaml"))))
-    assert finished.code == 0, finished.output + finished.errors
-    return folder / "runs/text"
+    return trained_run(tmp_path_factory.getbasetemp())
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    """Exit code, output and errors of the command in this process."""
+    code = main([str(argument) for argument in arguments])
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
 def test_the_command_continues_a_text_it_has_learnt(trained: Path) -> None:
@@ -64,10 +43,9 @@ def test_the_command_continues_a_text_it_has_learnt(trained: Path) -> None:
     assert f"cache: {2 * 2 * 2 * 16 * value_bytes} bytes a token\n" in finished.errors
 
 
-def test_a_seed_decides_the_sample(trained: Path) -> None:
+def test_a_seed_decides_the_sample(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = [
-        python("-m", "launch.generate", trained, "--prompt", "Peace", "--temperature", "2", "--seed", seed).output
-        for seed in ("1", "1", "2")
+        run(capsys, trained, "--prompt", "Peace", "--temperature", 2, "--seed", seed)[1] for seed in ("1", "1", "2")
     ]
     assert outputs[0] == outputs[1] != outputs[2]
 
@@ -75,8 +53,6 @@ def test_a_seed_decides_the_sample(trained: Path) -> None:
 def test_cached_decoding_equals_the_full_forward(trained: Path) -> None:
     model, checkpoint = load_model(trained, torch.device("cpu"), torch.float32)
     tokens = Tokenizer.load(checkpoint / "tokenizer.model").encode("Congress shall make")
-    from model.generate import generate
-
     greedy = list(tokens)
     with torch.no_grad():
         for _ in range(20):
@@ -84,36 +60,52 @@ def test_cached_decoding_equals_the_full_forward(trained: Path) -> None:
     assert [*tokens, *generate(model, tokens, 20, temperature=0)] == greedy
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--temperature", "-1"], "temperature is -1.0; expected 0 or more"),
-        (["--top-p", "0"], "top_p is 0.0"),
-        (["--max-new-tokens", "1000"], "more than model.max_seq_len 64"),
-        (["--prompt", ""], "the prompt is empty"),
-        (["--tokenizer", "/nowhere.model"], "/nowhere.model"),
-    ],
-)
-def test_bad_options_are_one_line(trained: Path, arguments: list[str], message: str) -> None:
-    finished = python("-m", "launch.generate", trained, "--prompt", "We", *arguments)
-    assert finished.code == 1
-    assert message in finished.errors
-    assert finished.errors.count("\n") == 1
-
-
-def test_a_path_without_checkpoint(tmp_path: Path) -> None:
-    finished = python("-m", "launch.generate", tmp_path, "--prompt", "We")
-    assert finished.code == 1
-    assert "holds no checkpoint" in finished.errors
-
-
-def test_a_damaged_checkpoint(trained: Path, tmp_path: Path) -> None:
-    import shutil
-
+def test_a_text_ends_at_the_id_that_ended_the_training_documents(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = find_checkpoint(trained)
-    copy = tmp_path / "copy"
-    shutil.copytree(checkpoint, copy)
-    (copy / "rank_00001.safetensors").unlink()
-    finished = python("-m", "launch.generate", copy, "--prompt", "We")
-    assert finished.code == 1
-    assert "rank_00001.safetensors: is missing" in finished.errors
+    tokenizer = Tokenizer.load(checkpoint / "tokenizer.model")
+    manifest = Manifest.read(trained.parents[1] / "shards/train")
+    assert read_config(checkpoint).data.eod_id == manifest.eod_id
+    # As if the documents had ended with a token that the text has in its middle, not with the tokenizer's own one.
+    model, _ = load_model(trained, torch.device("cpu"), torch.float32)
+    new_tokens = list(generate(model, tokenizer.encode("We hold these"), 8, temperature=0))
+    other = save_model(model, tmp_path / "other", tokenizer=checkpoint / "tokenizer.model", eod_id=new_tokens[3])
+    _, output, _ = run(capsys, other, "--prompt", "We hold these", "--temperature", "0", "--max-new-tokens", "8")
+    assert output.rstrip("\n") == tokenizer.decode([*tokenizer.encode("We hold these"), *new_tokens[:3]])
+
+
+def test_bad_input_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    damaged = tmp_path / "damaged"
+    shutil.copytree(find_checkpoint(trained), damaged)
+    (damaged / "rank_00001.safetensors").unlink()
+    unreadable = tmp_path / "unreadable"
+    shutil.copytree(find_checkpoint(trained), unreadable)
+    (unreadable / CONFIG).write_text("model: [")
+    small = save_model(make_model(), tmp_path / "small")
+    tokenizer = find_checkpoint(trained) / "tokenizer.model"
+    cases: list[tuple[list[Any], str]] = [
+        ([trained, "--temperature", "-1"], "temperature is -1.0; expected 0 or more"),
+        ([trained, "--temperature", "nan"], "--temperature is nan; expected a finite number"),
+        ([trained, "--top-p", "0"], "top_p is 0.0"),
+        ([trained, "--top-p", "nan"], "top_p is nan"),
+        ([trained, "--seed", "-1"], "--seed is -1; expected 0 to"),
+        ([trained, "--seed", str(2**70)], "--seed is"),
+        ([trained, "--max-new-tokens", "1000"], "more than model.max_seq_len 64"),
+        ([trained, "--max-new-tokens", "0"], "--max-new-tokens is 0; expected at least 1"),
+        ([trained, "--prompt", ""], "the prompt is empty"),
+        ([trained, "--prompt", "Peace and commerce. " * 30], "model.max_seq_len 64 leaves no room"),
+        ([trained, "--tokenizer", "/nowhere.model"], "/nowhere.model"),
+        ([small], "holds no tokenizer"),
+        ([small, "--tokenizer", tokenizer], "has 390 ids, beyond the model's vocabulary of 128"),
+        ([tmp_path / "empty"], "holds no checkpoint"),
+        ([damaged], "rank_00001.safetensors: is missing"),
+        ([unreadable], "config.yaml"),
+    ]
+    for (path, *options), message in cases:
+        code, _, errors = run(capsys, path, "--prompt", "We", *options)
+        assert code == 1, options
+        assert message in errors
+        assert errors.startswith("error: ")
+        assert errors.count("\n") == 1

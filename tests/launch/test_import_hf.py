@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +23,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from configs.errors import ConfigError
 from configs.schema import ModelConfig, resolve_model
 from data.sentencepiece_tokenizer import train_sentencepiece
 from data.source import TokenSource
 from data.tokenizer import Tokenizer
 from launch.export import export
+from launch.hf.architecture import from_hf_config
 from launch.hf.layouts import parameter_shapes, rules
 from launch.import_hf import import_model, main
 from launch.load_model import load_model
@@ -102,8 +107,8 @@ def test_logits_are_equal(name: str, tmp_path: Path) -> None:
 
 def test_bf16_weights_come_exactly(tmp_path: Path) -> None:
     foreign = make_foreign("llama").bfloat16()
-    foreign.save_pretrained(tmp_path / "foreign")
-    import_model(tmp_path / "foreign", tmp_path / "checkpoint")
+    foreign.save_pretrained(tmp_path / "folder.gguf")
+    import_model(tmp_path / "folder.gguf", tmp_path / "checkpoint")
     expected = foreign.model.layers[1].mlp.up_proj.weight.float()
     assert torch.equal(load(tmp_path / "checkpoint").blocks[1].feed_forward.up.weight, expected)
 
@@ -215,7 +220,20 @@ def test_all_wrong_tensors_are_listed(foreign: Path, tmp_path: Path, capsys: pyt
     [
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8}}, "rope scaling 'llama3'"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling 'linear'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling 'linear'"),
+        ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope scaling 'yarn'"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor 2.0 is not supported"),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 1e6}}, "which one holds is not clear"),
+        ({"rope_theta": 1e6}, "rope_theta is 1000000.0; rope_parameters.rope_theta is 500.0: which one holds"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention"),
+        ({"rope_parameters": "default"}, "rope_parameters 'default' is not supported; expected an object"),
+        ({"rope_interleaved": True}, "rope_interleaved True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is unknown and might change"),
+        ({"use_rope": False}, "use_rope False is unknown"),
+        ({"n_routed_experts": 8}, "n_routed_experts 8 is unknown"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "expected LlamaForCausalLM"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_new.New"}}, "a model with code of its own"),
         ({"attention_bias": True}, "attention_bias True is not supported"),
         ({"mlp_bias": True}, "mlp_bias True"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only 'silu' is"),
@@ -225,6 +243,10 @@ def test_all_wrong_tensors_are_listed(foreign: Path, tmp_path: Path, capsys: pyt
         ({"quantization_config": {"bits": 4}}, "quantised weights"),
         ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported; expected llama, qwen3, deepseek_v3"),
         ({"model_type": "deepseek_v3", "n_routed_experts": 8, "first_k_dense_replace": 1}, "mixture of experts"),
+        ({"model_type": "deepseek_v3", **MLA, "num_key_value_heads": 2}, "num_key_value_heads 2"),
+        ({"model_type": "deepseek_v3", **MLA, "qk_nope_head_dim": None}, "qk_nope_head_dim is missing"),
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not supported"),
+        ({"vocab_size": None}, "vocab_size is missing"),
         ({"hidden_size": "32"}, "dim: '32'"),
         ({"num_attention_heads": 3, "head_dim": 7}, "7; rotary positions need an even width"),
     ],
@@ -236,11 +258,66 @@ def test_unsupported_settings_are_named(
     assert message in errors_of(foreign, tmp_path / "out", capsys)
 
 
+SMOLLM2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 0],
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "initializer_range": 0.0417,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}},
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+    "vocab_size": 49152,
+}
+
+
+def test_the_configuration_of_smollm2() -> None:
+    """Of the time before `rope_parameters`."""
+    imported = from_hf_config(SMOLLM2, "config.json")
+    assert imported.architecture == "LlamaForCausalLM"
+    assert imported.eod_id == 2
+    assert imported.model.rope_theta == 100_000
+    assert imported.model.head_dim == 64
+    assert imported.model.attention == ModelConfig().attention
+    scaled = {"rope_theta": None, "rope_scaling": {"type": "default", "rope_theta": 7e4}}
+    assert from_hf_config({**SMOLLM2, **scaled}, "config.json").model.rope_theta == 7e4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_key_is_checked(name: str) -> None:
+    """All keys that `transformers` writes are known, and strange values of them are refused without a traceback."""
+    keys = json.loads(json.dumps(MODELS[name][1].to_dict()))
+    from_hf_config(keys, "config.json")
+    for key in keys:
+        for value in (None, True, "x", [], {}, [1], {"a": 1}, -1, 0, 1, 1.5, math.nan):
+            with contextlib.suppress(ConfigError):
+                from_hf_config({**keys, key: value}, "config.json")
+
+
 def test_several_unsupported_settings_are_a_line_each(
     foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    edit_config(foreign, attention_bias=True, mlp_bias=True, hidden_act="relu")
-    assert errors_of(foreign, tmp_path / "out", capsys).count("\n") == 3
+    edit_config(foreign, attention_bias=True, mlp_bias=True, hidden_act="relu", vocab_size=None, hidden_size=None)
+    assert errors_of(foreign, tmp_path / "out", capsys).count("\n") == 5
 
 
 def test_bad_files_are_one_line(foreign: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,14 +347,22 @@ def test_bad_files_are_one_line(foreign: Path, tmp_path: Path, capsys: pytest.Ca
     one_line(foreign, "model-1.safetensors: is missing")
     index.write_text("{}")
     one_line(foreign, "has no weight_map")
-    index.unlink()
+    places = dict.fromkeys(tensors, "model-1.safetensors")
+    save_file(tensors, foreign / "model-1.safetensors")
+    save_file({"model.norm.weight": torch.zeros(32)}, foreign / "model-2.safetensors")
+    index.write_text(json.dumps({"weight_map": {**places, "lm_head.bias": "model-1.safetensors"}}))
+    one_line(foreign, "model-1.safetensors: lm_head.bias is missing, which model.safetensors.index.json lists")
+    index.write_text(json.dumps({"weight_map": {**places, "model.norm.weight": "model-2.safetensors"}}))
+    one_line(foreign, "model-2.safetensors: model.norm.weight is in model-1.safetensors, too")
     file.write_bytes(good)
+    one_line(foreign, "holds both model.safetensors and model.safetensors.index.json")
+    index.unlink()
     config = (foreign / "config.json").read_text()
     (foreign / "config.json").write_text("{")
     one_line(foreign, "config.json: cannot be read")
     (foreign / "config.json").write_text("[]")
     one_line(foreign, "config.json: expected a JSON object")
-    (foreign / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (foreign / "config.json").write_text(json.dumps({**json.loads(config), "hidden_size": None}))
     one_line(foreign, "hidden_size is missing")
     (foreign / "config.json").unlink()
     one_line(foreign, "config.json: is missing")
@@ -302,11 +387,21 @@ def test_a_tied_head_that_is_stored_must_equal_the_embedding(
     assert main([str(foreign), str(tmp_path / "out")]) == 0
 
 
-def test_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file written by the `gguf` package, with rows in llama.cpp's order."""
-    foreign = make_foreign("llama tied (SmolLM2)")
-    config = foreign.config
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+def write_gguf(
+    path: Path,
+    foreign: PreTrainedModel,
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    cut: str = "smollm",
+    norm_type: str = "float32",
+) -> None:
+    """A file written by the `gguf` package, with rows in llama.cpp's order.
+
+    Args:
+        more: adds settings.
+        cut: name of the way in which the tokenizer cuts a text.
+        norm_type: of the last gain.
+    """
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(2)
     writer.add_context_length(32)
     writer.add_embedding_length(32)
@@ -317,24 +412,34 @@ def test_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer.add_rope_freq_base(500.0)
     tokens = ["ab", *(chr(code) for code in range(34, 127)), "Ġ", "<|endoftext|>"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(cut)
     writer.add_token_list(tokens)
     writer.add_token_types([1] * 95 + [3])
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(95)
+    more(writer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for name, tensor in foreign.state_dict().items():
         if name == "lm_head.weight":
             continue
+        values = tensor.numpy()
         if name.endswith(("q_proj.weight", "k_proj.weight")):
+            config = foreign.config
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             # convert_hf_to_gguf.py's LlamaModel.permute
-            tensor = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, 32).swapaxes(1, 2).reshape(tensor.shape)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
+            values = values.reshape(heads, 2, len(values) // heads // 2, 32).swapaxes(1, 2).reshape(values.shape)
+        if name == "model.norm.weight":
+            values = values.astype(norm_type)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_gguf(tmp_path: Path) -> None:
+    foreign = make_foreign("llama tied (SmolLM2)")
+    write_gguf(tmp_path / "model.gguf", foreign)
     import_model(tmp_path / "model.gguf", tmp_path / "out")
     tokens_BT = torch.randint(VOCAB_SIZE, (3, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -344,5 +449,34 @@ def test_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert tokenizer.eod_id == 95
     assert tokenizer.decode(tokenizer.encode("ab 12")) == "ab 12"
 
+
+def test_gguf_files_that_cannot_be_imported_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    foreign = make_foreign("llama tied (SmolLM2)")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"more": lambda writer: writer.add_logit_scale(2.0)}, "llama.logit_scale is unknown and might change"),
+        ({"more": lambda writer: writer.add_rope_scaling_factor(4.0)}, "llama.rope.scaling.factor is unknown"),
+        ({"more": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)}, "rope scaling 'yarn'"),
+        ({"more": lambda writer: writer.add_rope_dimension_count(4)}, "partial_rotary_factor 0.5"),
+        (
+            {"more": lambda writer: writer.add_string("llama.attention.key_length", "8")},
+            "llama.attention.key_length is '8'; expected a number",
+        ),
+        ({"norm_type": "int32"}, "output_norm.weight of type I32 cannot be read"),
+    ]
+    for number, (keywords, message) in enumerate(cases):
+        path = tmp_path / f"{number}.gguf"
+        write_gguf(path, foreign, **keywords)
+        errors = errors_of(path, tmp_path / "out", capsys)
+        assert message in errors
+        assert errors.count("\n") == 1
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + b"\xff" * 100)
-    assert "bad.gguf: is not a readable GGUF file" in errors_of(tmp_path / "bad.gguf", tmp_path / "out2", capsys)
+    assert "bad.gguf: is not a readable GGUF file" in errors_of(tmp_path / "bad.gguf", tmp_path / "out", capsys)
+
+
+def test_a_gguf_tokenizer_that_cuts_in_an_unknown_way_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_gguf(tmp_path / "model.gguf", make_foreign("llama tied (SmolLM2)"), cut="default")
+    assert main([str(tmp_path / "model.gguf"), str(tmp_path / "out")]) == 0
+    assert "the file's tokenizer (gpt2, default) cannot be converted" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("tokenizer*"))
