@@ -22,10 +22,6 @@ from launch.topology import Topology, detect_topology
 if TYPE_CHECKING:
     import torch
 
-    from launch.run_folder import RunFolder
-    from launch.start import Rollback, Start
-    from launch.training_data import TrainingData
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 finished, 75 stopped on request after a checkpoint, 1 failed, 2 wrong usage."""
@@ -87,10 +83,13 @@ def train(config: Config, topology: Topology) -> NoReturn:
 def run(config: Config, topology: Topology, device: torch.device, stop: StopRequest | None = None) -> int:
     """One run, from its data to its exit code."""
     from launch.collective import on_all_ranks, on_main_rank
+    from launch.engine import Engine, build_model
     from launch.logs import start_file_log
     from launch.run_folder import FolderLock, RunFolder, check_folder, released_at_end
-    from launch.start import Rollback, announce, choose_start, is_finished, roll_back
-    from launch.training_data import batch_geometry, open_data
+    from launch.start import Rollback, announce, choose_start, is_finished, load_start, roll_back
+    from launch.trainer import Trainer
+    from launch.training_data import batch_geometry, open_data, probe_batch
+    from launch.watchdog import Watchdog, stacks_file
 
     data, config = on_all_ranks(lambda: open_data(config))
     folder = RunFolder.of(config)
@@ -103,42 +102,21 @@ def run(config: Config, topology: Topology, device: torch.device, stop: StopRequ
         start = choose_start(config, folder, data, topology)
         if is_finished(folder, config):
             return EXIT_DONE
-        announce(config, data, batch_geometry(config, topology.world_size), topology, device)
-        taken: Counter[Path] = Counter()
+        geometry = batch_geometry(config, topology.world_size)
+        announce(config, data, geometry, topology, device)
+        rollbacks: Counter[Path] = Counter()
         while True:
-            outcome = train_from(start, config, folder, data, topology, device, stop)
+            with Watchdog(config.watchdog, stacks_file(folder.path, topology.rank), topology.rank) as watchdog:
+                model = build_model(config, topology, device)
+                engine = Engine(model, config, topology, device, geometry.accumulation, probe_batch(data, config))
+                load_start(engine, start, folder, config)
+                kept = data.skipping(start.skipped_samples)
+                outcome = Trainer(config, folder, kept, geometry, engine, start.state, stop, watchdog).fit()
             if not isinstance(outcome, Rollback):
                 return outcome
-            start = roll_back(outcome, config, folder, topology, taken)
-
-
-def train_from(
-    start: Start,
-    config: Config,
-    folder: RunFolder,
-    data: TrainingData,
-    topology: Topology,
-    device: torch.device,
-    stop: StopRequest,
-) -> int | Rollback:
-    """Trains with a fresh engine to the run's exit code, or to where it must go back to a checkpoint."""
-    from launch.engine import Engine, build_model
-    from launch.start import Rollback, load_start
-    from launch.trainer import Trainer
-    from launch.training_data import batch_geometry, probe_batch
-    from launch.watchdog import Watchdog, stacks_file
-
-    geometry = batch_geometry(config, topology.world_size)
-    if start.state is not None:
-        data = data.skipping(start.state.skipped_samples)
-    with Watchdog(config.watchdog, stacks_file(folder.path, topology.rank), topology.rank) as watchdog:
-        model = build_model(config, topology, device)
-        engine = Engine(model, config, topology, device, geometry.accumulation, probe_batch(data, config))
-        load_start(engine, start, folder, config)
-        outcome = Trainer(config, folder, data, geometry, engine, start.state, stop, watchdog).fit()
-        if isinstance(outcome, Rollback):
             engine.close()
-        return outcome
+            del model, engine
+            start = roll_back(outcome, config, folder, topology, rollbacks)
 
 
 def fail(exit_code: int, message: str, when: bool = True) -> int:

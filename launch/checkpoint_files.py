@@ -71,12 +71,12 @@ class TrainingState:
     groups: dict[str, list[str]]
     optimizer_tensors: list[str]
     optimizer_scalars: dict[str, float]
-    policy_state: dict[str, Any]
     data_fingerprints: list[str]
     tokenizer_sha256: str | None
     tokenizer_file: str | None
     loss: float
     val_losses: dict[str, float] = field(default_factory=dict)
+    policy_state: dict[str, Any] = field(default_factory=dict)
     step_figures: dict[str, list[float]] = field(default_factory=dict)
     skipped_samples: list[list[int]] = field(default_factory=list)
     format_version: int = FORMAT_VERSION

@@ -16,7 +16,6 @@ from launch.hf.folder import new_folder, parse_bytes, run_command
 
 if TYPE_CHECKING:
     from data.tokenizer import Tokenizer
-    from launch.hf.layouts import Rule, Shapes
     from launch.hf.masters import Masters
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
@@ -110,7 +109,7 @@ def _write_weights(folder: Path, masters: Masters, dtype: str, max_shard_bytes: 
     from data.command_line import Progress
     from launch.hf.architecture import choose_architecture
     from launch.hf.layouts import rules
-    from launch.hf.safetensors_stream import write_safetensors
+    from launch.safetensors_stream import StreamedTensor, write_safetensors
 
     table = rules(choose_architecture(masters.config.model), masters.config.model)
     sizes = [_VALUE_BYTES[dtype] * math.prod(rule.shape(masters.shapes)) for rule in table]
@@ -127,16 +126,18 @@ def _write_weights(folder: Path, masters: Masters, dtype: str, max_shard_bytes: 
         for number, shard in enumerate(shards, start=1):
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             file_by_tensor.update({rule.name: name for rule in shard})
-            tensors = _streamed(shard, masters.shapes, masters)
-            write_safetensors(folder / name, tensors, getattr(torch, DTYPES[dtype]), {"format": "pt"}, advance)
+            tensors = [
+                StreamedTensor(
+                    rule.name,
+                    rule.shape(masters.shapes),
+                    getattr(torch, DTYPES[dtype]),
+                    functools.partial(masters.read, rule),
+                )
+                for rule in shard
+            ]
+            write_safetensors(folder / name, tensors, {"format": "pt"}, advance)
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": file_by_tensor}
     _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _streamed(shard: Sequence[Rule], shapes: Shapes, masters: Masters) -> list[Any]:
-    from launch.hf.safetensors_stream import StreamedTensor
-
-    return [StreamedTensor(rule.name, rule.shape(shapes), functools.partial(masters.read, rule)) for rule in shard]
 
 
 def _find_tokenizer(masters: Masters) -> Tokenizer | None:

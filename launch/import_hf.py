@@ -184,7 +184,7 @@ def _write_checkpoint(
         rank_file,
         write_state,
     )
-    from launch.hf.safetensors_stream import StreamedTensor, write_safetensors
+    from launch.safetensors_stream import StreamedTensor, write_safetensors
 
     num_values = {name: math.prod(shape) for name, shape in shapes.items()}
     ranges = {name: (0, count) for name, count in num_values.items()}
@@ -192,6 +192,7 @@ def _write_checkpoint(
         StreamedTensor(
             f"{MASTER}/{part.name}",
             (num_values[part.name],),
+            torch.float32,
             functools.partial(_read, weights, rule, shapes, part.name),
         )
         for rule in table
@@ -205,10 +206,10 @@ def _write_checkpoint(
             done_bytes += num_bytes
             progress.update(done_bytes)
 
-        write_safetensors(
-            folder / rank_file(0), tensors, torch.float32, {"ranges": json.dumps(ranges)}, on_bytes=advance
-        )
-    names = [STATE, CONFIG, rank_file(0)]
+        path = folder / rank_file(0)
+        digest = write_safetensors(path, tensors, {"ranges": json.dumps(ranges)}, on_bytes=advance)
+    files = {path.name: {"bytes": path.stat().st_size, "xxh3_128": digest}}
+    names = [STATE, CONFIG]
     if tokenizer is not None:
         write_file(folder / tokenizer.file_name, tokenizer.content)
         names.append(tokenizer.file_name)
@@ -229,7 +230,7 @@ def _write_checkpoint(
     )
     write_state(folder, state)
     write_file(folder / CONFIG, to_yaml(config).encode())
-    files = {name: file_entry(folder / name) for name in names}
+    files |= {name: file_entry(folder / name) for name in names}
     write_file(folder / MANIFEST, json.dumps({"files": files}, indent=1).encode())
 
 

@@ -43,6 +43,11 @@ class Start:
         """Finished steps."""
         return self.state.step if self.state else 0
 
+    @property
+    def skipped_samples(self) -> list[list[int]]:
+        """Ranges of the data order that the run leaves out."""
+        return self.state.skipped_samples if self.state else []
+
 
 def last_step(config: Config) -> int:
     """The step after which this start ends."""

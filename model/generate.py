@@ -5,6 +5,7 @@ Shapes: B batch, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -14,8 +15,8 @@ from model.gpt import GPT
 
 
 def check_sampling(temperature: float, top_p: float) -> None:
-    """Raises ValueError if temperature is negative or top_p is not in (0, 1]."""
-    if temperature < 0:
+    """Raises ValueError unless temperature is finite and not negative and top_p in (0, 1]."""
+    if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}; expected 0 or more")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; expected a number above 0 and at most 1")
@@ -34,12 +35,15 @@ def sample_next(
         generator: source of randomness, on the device of the scores.
 
     Raises:
-        ValueError: temperature is negative or top_p is not in (0, 1].
+        ValueError: temperature or top_p is out of range.
     """
     check_sampling(temperature, top_p)
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
-    probabilities_BV, ids_BV = (logits_BV.float() / temperature).softmax(dim=-1).sort(dim=-1, descending=True)
+    # The largest at 0, and in fp64: whatever the temperature, nothing overflows but to minus infinity.
+    logits_BV = logits_BV.double()
+    scores_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature
+    probabilities_BV, ids_BV = scores_BV.softmax(dim=-1).sort(dim=-1, descending=True)
     probability_before_BV = probabilities_BV.cumsum(dim=-1) - probabilities_BV
     probabilities_BV = probabilities_BV.masked_fill(probability_before_BV >= top_p, 0.0)
     choice_B1 = torch.multinomial(probabilities_BV, num_samples=1, generator=generator)

@@ -29,7 +29,6 @@ from launch.checkpoint_files import find_checkpoint, read_state
 from launch.export import export, generation_config, main, plan_shards
 from launch.hf import masters as masters_module
 from launch.hf.folder import new_folder, parse_bytes
-from launch.hf.safetensors_stream import StreamedTensor, write_safetensors
 from launch.load_model import load_model
 from model.generate import generate
 from model.gpt import GPT
@@ -180,28 +179,6 @@ def test_shards_keep_the_order_and_the_limit(sizes: list[int], max_bytes: int) -
     # No shard could have taken the first tensor of the next one.
     for shard, following in itertools.pairwise(shards):
         assert sum(sizes[index] for index in shard) + sizes[following[0]] > max_bytes
-
-
-@given(
-    shapes=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=4),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    piece=st.integers(1, 7),
-)
-@settings(max_examples=50)
-def test_streamed_files_are_what_safetensors_reads(
-    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], dtype: torch.dtype, piece: int
-) -> None:
-    tensors = {f"t{number}": torch.randn(shape) for number, shape in enumerate(shapes)}
-    path = tmp_path_factory.mktemp("stream") / "file.safetensors"
-    streamed = [
-        StreamedTensor(name, tuple(tensor.shape), lambda tensor=tensor: tensor.flatten().split(piece))
-        for name, tensor in tensors.items()
-    ]
-    write_safetensors(path, streamed, dtype, {"format": "pt"})
-    loaded = load_file(path)
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(loaded[name], tensor.to(dtype))
 
 
 def test_sizes() -> None:

@@ -80,6 +80,18 @@ def test_frequencies_follow_the_probabilities():
     assert torch.allclose(frequencies, probabilities, atol=0.02)
 
 
+@pytest.mark.parametrize("temperature", [1e-5, 1e-40, 1e-320])
+def test_tiny_temperatures_are_like_zero(temperature):
+    logits_BV = torch.randn(5, 11, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(sample_next(logits_BV, temperature), logits_BV.argmax(1))
+
+
+@pytest.mark.parametrize("temperature", [float("nan"), float("inf")])
+def test_temperatures_that_are_no_numbers_are_refused(temperature):
+    with pytest.raises(ValueError, match="expected 0 or more"):
+        sample_next(torch.zeros(1, 4), temperature)
+
+
 def test_temperature_zero_takes_the_most_likely():
     logits_BV = torch.randn(5, 7)
     assert torch.equal(sample_next(logits_BV, temperature=0), logits_BV.argmax(1))
