@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -46,26 +47,30 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="text in UTF-8")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder for the results")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer; default: the model's own")
-    parser.add_argument("--layers", type=_numbers, help="e.g. 0,3,8-11; default: all")
-    parser.add_argument("--heads", type=_numbers, help="default: all")
-    parser.add_argument("--lengths", type=_numbers, help=f"visible tokens; default: {','.join(map(str, LENGTHS))}")
-    parser.add_argument("--set-sizes", type=_numbers, help=f"N; default: {','.join(map(str, SET_SIZES))}")
+    parser.add_argument("--layers", help="e.g. 0,3,8-11; default: all")
+    parser.add_argument("--heads", help="default: all")
+    parser.add_argument("--lengths", help=f"visible tokens; default: {','.join(map(str, LENGTHS))}")
+    parser.add_argument("--set-sizes", help=f"N; default: {','.join(map(str, SET_SIZES))}")
     parser.add_argument("--max-queries", type=int, default=4, help="queries of each length: one a window (default: 4)")
     parser.add_argument("--random-sets", type=int, default=16, help="random sets of each query (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="of the random sets and directions (default: 0)")
     return parser.parse_args(arguments)
 
 
-def _numbers(text: str) -> list[int]:
-    """`0,3,8-11` as numbers, sorted, each once."""
+def parse_numbers(option: str, text: str | None) -> list[int] | None:
+    """`0,3,8-11` as numbers, sorted, each once; None stays None.
+
+    Raises:
+        RunError: it is something else, or names nothing.
+    """
+    if text is None:
+        return None
     numbers: set[int] = set()
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise argparse.ArgumentTypeError(f"{text!r}: expected numbers and ranges such as 0,3,8-11")
-        numbers.update(range(int(first), int(last or first) + 1))
-    if not numbers:
-        raise argparse.ArgumentTypeError(f"{text!r} names no number")
+        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
+        if found is None or int(found[2] or found[1]) < int(found[1]):
+            raise RunError(f"{option} {text!r}: expected numbers and ranges such as 0,3,8-11")
+        numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
     return sorted(numbers)
 
 
@@ -78,24 +83,39 @@ def diagnose(options: argparse.Namespace) -> None:
     from launch.diagnose_report import write_report
     from launch.diagnose_sources import open_source
 
+    if not 0 <= options.seed < 2**63:
+        raise RunError(f"--seed: {options.seed} is not between 0 and 2^63 - 1")
     if options.max_queries < 1 or options.random_sets < 1:
         raise RunError("--max-queries and --random-sets are at least 1")
+    wanted = {
+        name: parse_numbers(f"--{name.replace('_', '-')}", getattr(options, name))
+        for name in ("layers", "heads", "lengths", "set_sizes")
+    }
     try:
         text = options.text.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise RunError(f"--text {options.text}: is not UTF-8 at byte {error.start}") from None
+    except OSError as error:
+        raise RunError(f"--text {options.text}: {error.strerror}") from None
     source = open_source(options.model, options.tokenizer)
-    lengths = choose_lengths(options.lengths, source.shape)
-    layers = _choose("--layers", options.layers, source.shape.num_layers)
-    heads = _choose("--heads", options.heads, source.shape.num_heads)
-    for size in options.set_sizes or ():
+    lengths = choose_lengths(wanted["lengths"], source.shape)
+    layers = _choose("--layers", wanted["layers"], source.shape.num_layers)
+    heads = _choose("--heads", wanted["heads"], source.shape.num_heads)
+    set_sizes = wanted["set_sizes"] or list(SET_SIZES)
+    for size in wanted["set_sizes"] or ():
         if not 1 <= size < max(lengths):
             raise RunError(
                 f"--set-sizes: {size} is not between 1 and {max(lengths) - 1}, one less than the longest length"
             )
-    windows = cut_windows(source.encode(text), max(lengths), options.max_queries, options.text)
+    tokens = source.encode(text)
+    if tokens and max(tokens) >= source.shape.vocab_size:
+        raise RunError(
+            f"the tokenizer's id {max(tokens)} is beyond the model's {source.shape.vocab_size}; name the model's own "
+            "tokenizer with --tokenizer"
+        )
+    windows = cut_windows(tokens, max(lengths), options.max_queries, options.text)
     with new_folder(options.output) as folder:
-        tables = measure(source, windows, lengths, layers, heads, options)
+        tables = measure(source, windows, lengths, layers, heads, set_sizes, options)
         for name, rows in tables.items():
             write_csv(folder / f"{name}.csv", rows)
         write_report(folder, source.shape, tables, options.text.name, len(windows))
@@ -144,6 +164,7 @@ def measure(
     lengths: Sequence[int],
     layers: Sequence[int],
     heads: Sequence[int],
+    set_sizes: Sequence[int],
     options: argparse.Namespace,
 ) -> Tables:
     """All tables, as means over the windows."""
@@ -152,7 +173,6 @@ def measure(
 
     generator = torch.Generator().manual_seed(options.seed)
     positions_Q = torch.tensor([length - 1 for length in lengths])
-    set_sizes = options.set_sizes or list(SET_SIZES)
     sums: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = defaultdict(dict)
     total = len(windows) * len(layers)
     with tqdm(total=total, unit="layer", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:

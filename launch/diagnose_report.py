@@ -12,13 +12,25 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from launch.diagnose_sources import ModelShape
-from model.diagnostics.critical import SIGNIFICANCE, critical_size, told_apart
+from model.diagnostics.critical import MIN_HEADS, SIGNIFICANCE, critical_size, told_apart
 
 MAX_TICKS = 12
+LARGE_SET = 16  # from this N on, the paper gives one range for the separable share
 SMALLEST_SENSITIVITY = 1e-6  # below it, softmax has saturated; the figure ends there
+
+HEADER = ("", "here", "paper (GPT-2 124M, War and Peace)")
 
 Rows = list[dict[str, Any]]
 Tables = dict[str, Rows]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table that sets the paper's figures beside those found here."""
+
+    measure: str
+    here: str
+    paper: str
 
 
 @dataclass(frozen=True)
@@ -46,14 +58,55 @@ def write_report(folder: Path, shape: ModelShape, tables: Tables, text_name: str
         figure.savefig(folder / f"{section.name}.png", dpi=110)
     lengths = sorted({row["L"] for row in tables["weights"]})
     intro = (
-        f"Model: {shape.name} ({shape.num_parameters / 1e6:.1f}M parameters, {shape.num_layers} layers, "
+        f"Model: {shape.name} ({shape.num_parameters:,} parameters, {shape.num_layers} layers, "
         f"{shape.num_heads} query heads). Text: {text_name}, {num_windows} windows; lengths L = "
         f"{', '.join(map(str, lengths))}. The analyses follow Mudarisov et al., arXiv 2508.17821; the paper's figures "
         "are for GPT-2 124M on War and Peace. Each line is a mean over heads (band: the 10th to 90th percentile). What "
         "was measured is named; none of it is by itself a verdict on the model."
     )
-    (folder / "report.md").write_text(_markdown(intro, sections), encoding="utf-8")
-    (folder / "report.html").write_text(_html(intro, sections), encoding="utf-8")
+    findings = compare(tables)
+    (folder / "report.md").write_text(_markdown(intro, findings, sections), encoding="utf-8")
+    (folder / "report.html").write_text(_html(intro, findings, sections), encoding="utf-8")
+
+
+def compare(tables: Tables) -> list[Finding]:
+    """What the paper has a figure for."""
+    longest = max(row["L"] for row in tables["weights"])
+    critical = [
+        f"none up to {max(values)} at L = {length}" if size is None else f"{size / length:.3f} L at L = {length}"
+        for length, values in critical_p_values(tables).items()
+        for size in [critical_size(values)]
+    ]
+    if len({(row["layer"], row["head"]) for row in tables["critical"]}) < MIN_HEADS:
+        critical = [f"not measured (the test needs {MIN_HEADS} heads or more)"]
+    large = [row["share"] for row in tables["separability"] if row["L"] == longest and row["N"] >= LARGE_SET]
+    product = max(row["sensitivity"] * row["temperature"] for row in tables["sensitivity"])
+    return [
+        Finding("critical set size", "; ".join(critical), "about 0.06 L"),
+        Finding(
+            f"separable share beyond N = {LARGE_SET}, mean over heads at L = {longest}",
+            f"{np.mean(large):.2f}" if large else f"not measured (no N of {LARGE_SET} or more)",
+            "0.70 to 0.85",
+        ),
+        Finding(
+            "largest gradient sensitivity times temperature",
+            f"{product:.3f}",
+            "at most 0.25 (0.5 is what can be shown)",
+        ),
+    ]
+
+
+def critical_p_values(tables: Tables) -> dict[int, dict[int, float]]:
+    """Length -> set size -> p-value, whether the heads' distances with top sets and with random sets are alike."""
+    samples: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
+    for row in tables["critical"]:
+        top, random = samples.setdefault((row["L"], row["N"]), ([], []))
+        top.append(row["top"])
+        random.append(row["random"])
+    p_values: dict[int, dict[int, float]] = {}
+    for (length, size), (top, random) in sorted(samples.items()):
+        p_values.setdefault(length, {})[size] = told_apart(top, random)
+    return p_values
 
 
 def make_sections(tables: Tables) -> list[Section]:
@@ -66,20 +119,7 @@ def make_sections(tables: Tables) -> list[Section]:
 def _distance_sections(tables: Tables, longest: int) -> list[Section]:
     rows = tables["distance"]
     sizes = sorted({row["N"] for row in rows})
-    lengths = sorted({row["L"] for row in rows})
-    p_values = {
-        length: {
-            size: told_apart(
-                *(
-                    [row[kind] for row in tables["critical"] if (row["L"], row["N"]) == (length, size)]
-                    for kind in ("top", "random")
-                )
-            )
-            for size in sorted({row["N"] for row in tables["critical"] if row["L"] == length})
-        }
-        for length in lengths
-    }
-    critical = {length: critical_size(values) for length, values in p_values.items()}
+    p_values = critical_p_values(tables)
 
     def by_length(figure: Figure) -> None:
         axis = figure.subplots()
@@ -105,12 +145,6 @@ def _distance_sections(tables: Tables, longest: int) -> list[Section]:
         _label(axis, "set size N", "p-value of the Kolmogorov-Smirnov test", log_x=True, log_y=True)
         axis.axhline(SIGNIFICANCE, color="black", linewidth=0.8)
 
-    found = ", ".join(
-        f"L = {length}: none up to N = {max(p_values[length])}"
-        if size is None
-        else f"L = {length}: N = {size} ({size / length:.3f} L)"
-        for length, size in critical.items()
-    )
     return [
         Section(
             "distance_by_length",
@@ -130,8 +164,7 @@ def _distance_sections(tables: Tables, longest: int) -> list[Section]:
             "critical_size",
             "Critical set size",
             "For each N, whether the heads' distances with top and with random sets differ (two-sample "
-            f"Kolmogorov-Smirnov test; the line is at {SIGNIFICANCE}); the first N above the line is critical. Here: "
-            f"{found}. The paper reports about 0.06 L.",
+            f"Kolmogorov-Smirnov test). The first N above the line, which is at {SIGNIFICANCE}, is critical.",
             significance,
         ),
     ]
@@ -139,8 +172,6 @@ def _distance_sections(tables: Tables, longest: int) -> list[Section]:
 
 def _separability_section(tables: Tables, longest: int) -> Section:
     rows = [row for row in tables["separability"] if row["L"] == longest]
-    large = [row["share"] for row in rows if row["N"] >= 16]
-    ours = f"{np.mean(large):.2f}" if large else "not measured (no N of 16 or more)"
 
     def draw(figure: Figure) -> None:
         axis = figure.subplots()
@@ -152,7 +183,7 @@ def _separability_section(tables: Tables, longest: int) -> Section:
         "separability",
         "Separable share",
         "The share of the N selected tokens that lie nearer to the set's sum than any token left out, with values "
-        f"scaled to length 1. Beyond N = 16 the mean is {ours}; the paper reports 0.70 to 0.85.",
+        "scaled to length 1. It is never below the lower bound; the upper estimate is exceeded now and then.",
         draw,
     )
 
@@ -251,14 +282,21 @@ def _label(axis: Any, x: str, y: str, log_x: bool = False, log_y: bool = False) 
     axis.legend(fontsize=8, ncols=2)
 
 
-def _markdown(intro: str, sections: Sequence[Section]) -> str:
-    parts = ["# Attention analysis", intro]
+def _markdown(intro: str, findings: Sequence[Finding], sections: Sequence[Section]) -> str:
+    lines = [HEADER, ("---",) * 3, *((finding.measure, finding.here, finding.paper) for finding in findings)]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    parts = ["# Attention analysis", intro, table]
     for section in sections:
         parts += [f"## {section.title}", section.text, f"![{section.title}]({section.name}.png)"]
     return "\n\n".join(parts) + "\n"
 
 
-def _html(intro: str, sections: Sequence[Section]) -> str:
+def _html(intro: str, findings: Sequence[Finding], sections: Sequence[Section]) -> str:
+    header = "".join(f"<th>{html.escape(cell)}</th>" for cell in HEADER)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in (line.measure, line.here, line.paper)) + "</tr>"
+        for line in findings
+    )
     body = "".join(
         f"<h2>{html.escape(section.title)}</h2><p>{html.escape(section.text)}</p>"
         f'<img src="{section.name}.png" alt="{html.escape(section.title)}">'
@@ -266,8 +304,10 @@ def _html(intro: str, sections: Sequence[Section]) -> str:
     )
     style = (
         "body{font-family:sans-serif;max-width:62em;margin:2em auto;padding:0 1em;line-height:1.5}img{max-width:100%}"
+        "table{border-collapse:collapse}td,th{border:1px solid #ccc;padding:.3em .6em;text-align:left}"
     )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Attention analysis</title><style>{style}</style>'
-        f"<body><h1>Attention analysis</h1><p>{html.escape(intro)}</p>{body}</body></html>\n"
+        f"<body><h1>Attention analysis</h1><p>{html.escape(intro)}</p>"
+        f"<table><tr>{header}</tr>{rows}</table>{body}</body></html>\n"
     )

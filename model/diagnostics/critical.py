@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 SIGNIFICANCE = 0.01
+MIN_HEADS = 5  # the p-value of fewer is above SIGNIFICANCE even where the two samples do not overlap
 
 
 def critical_size(p_values: Mapping[int, float], significance: float = SIGNIFICANCE) -> int | None:
