@@ -64,8 +64,8 @@ def train(config: Config, topology: Topology) -> NoReturn:
     from launch.process_group import leave, start_distributed
 
     start_screen_log(topology.is_main)
-    device = start_distributed(topology, config)
     try:
+        device = start_distributed(topology, config)
         exit_code = run(config, topology, device, stop)
     except Exception as error:
         explained = explain(error)
@@ -95,28 +95,29 @@ def run(config: Config, topology: Topology, device: torch.device, stop: StopRequ
     folder = RunFolder.of(config)
     lock = FolderLock(folder)
     stop = stop or StopRequest(config.train.max_seconds)
-    with released_at_end(lock):
+    watchdog = Watchdog(config.watchdog, stacks_file(folder.path, topology.rank), topology.rank)
+    with released_at_end(lock), watchdog:
         on_main_rank(lock.acquire)
         on_main_rank(lambda: check_folder(folder, config))
         start_file_log(folder.log(topology.rank))
-        start = choose_start(config, folder, data, topology)
+        start = first_start = choose_start(config, folder, data, topology)
         if is_finished(folder, config):
             return EXIT_DONE
         geometry = batch_geometry(config, topology.world_size)
         announce(config, data, geometry, topology, device)
-        rollbacks: Counter[Path] = Counter()
+        rollbacks: Counter[Path | None] = Counter()
         while True:
-            with Watchdog(config.watchdog, stacks_file(folder.path, topology.rank), topology.rank) as watchdog:
-                model = build_model(config, topology, device)
-                engine = Engine(model, config, topology, device, geometry.accumulation, probe_batch(data, config))
-                load_start(engine, start, folder, config)
-                kept = data.skipping(start.skipped_samples)
-                outcome = Trainer(config, folder, kept, geometry, engine, start.state, stop, watchdog).fit()
+            model = build_model(config, topology, device)
+            engine = Engine(model, config, topology, device, geometry.accumulation, probe_batch(data, config))
+            load_start(engine, start, folder, config)
+            kept = data.skipping(start.skipped)
+            outcome = Trainer(config, folder, kept, geometry, engine, start.state, stop, watchdog).fit()
             if not isinstance(outcome, Rollback):
                 return outcome
+            watchdog.starts_again()
             engine.close()
             del model, engine
-            start = roll_back(outcome, config, folder, topology, rollbacks)
+            start = roll_back(outcome, first_start, config, folder, topology, rollbacks)
 
 
 def fail(exit_code: int, message: str, when: bool = True) -> int:

@@ -1,5 +1,6 @@
 """Small file operations: hashing, and writing so that a file is either absent or complete."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -43,11 +44,20 @@ def sync(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write `path` so that a crash at any moment leaves the old file, none, or the complete new one."""
+    """Write `path` so that a crash at any moment leaves the old file, none, or the complete new one.
+
+    Raises:
+        OSError: with the path; nothing is left.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync(path.parent)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -33,13 +33,13 @@ def suspicious_samples(bad_micro_batches: Sequence[int | None], geometry: BatchG
 def locate_samples(data: TrainingData, samples: Sequence[int], seq_len: int) -> list[dict[str, Any]]:
     """Where the texts of samples of the run are: one record each, for JSON.
 
-    Each names its source, epoch and window, and of every shard that the window touches the file, and the first and last
-    document and token, all counted within that file from 0.
+    Each names its place in the data order (see `data.skips`), its source, epoch and window, and of every shard that the
+    window touches the file, and the first and last document and token, all counted within that file from 0.
     """
-    located = data.order.locate(np.array(samples))
+    located, places = data.order.locate(np.array(samples)), data.order.skipped.places(np.array(samples))
     records = []
-    places = zip(located.source.tolist(), located.epoch.tolist(), located.window.tolist(), strict=True)
-    for sample, (number, epoch, window) in zip(samples, places, strict=True):
+    columns = (located.source.tolist(), located.epoch.tolist(), located.window.tolist(), places.tolist())
+    for sample, number, epoch, window, place in zip(samples, *columns, strict=True):
         source = data.sources[number]
         pieces = [
             {
@@ -50,16 +50,26 @@ def locate_samples(data: TrainingData, samples: Sequence[int], seq_len: int) -> 
             for shard, start, stop in source.pieces(window, seq_len)
         ]
         records.append(
-            {"sample": sample, "source": str(source.path), "epoch": epoch, "window": window, "pieces": pieces}
+            {
+                "sample": sample,
+                "place": place,
+                "source": str(source.path),
+                "epoch": epoch,
+                "window": window,
+                "pieces": pieces,
+            }
         )
     return records
 
 
 def report_samples(folder: RunFolder, step: int, records: Sequence[dict[str, Any]]) -> str:
     """Writes the records of a step's samples to its file, and names the first of them and the file in a few words."""
-    path = folder.bad_batches / f"step_{step:08d}.jsonl"
+    path, number = folder.bad_batches / f"step_{step:08d}.jsonl", 1
     try:
         path.parent.mkdir(exist_ok=True)
+        while path.exists():  # a step's number comes again after a rollback
+            number += 1
+            path = folder.bad_batches / f"step_{step:08d}_{number}.jsonl"
         write_file(path, "".join(json.dumps(record) + "\n" for record in records).encode())
         where = f"all {len(records)} samples are in {path}"
     except OSError as error:

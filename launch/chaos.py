@@ -360,7 +360,10 @@ def differences(expected: Losses, found: Losses, tolerance: float) -> list[str]:
     for step, values in found.items():
         wanted = expected.get(step, {})
         agree = values.keys() == wanted.keys() and all(
-            math.isclose(values[key], wanted[key], rel_tol=tolerance, abs_tol=0.0) for key in values
+            # None stands for a figure that is not finite.
+            values[key] == wanted[key]
+            or (None not in (values[key], wanted[key]) and math.isclose(values[key], wanted[key], rel_tol=tolerance))
+            for key in values
         )
         if not agree:
             return [f"step {step}: the losses are {values}, and without kills {wanted}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,15 @@ def _make_empty(folder: Path) -> None:
 def _write_files(
     folder: Path, engine: Engine, config: Config, state: TrainingState, tokenizer: Path | None
 ) -> dict[str, Any]:
-    """This rank's files, on disk; rank 0 also writes what is common. Returns their manifest entries."""
+    """This rank's files, on disk; rank 0 also writes what is common. Returns their manifest entries.
+
+    Raises:
+        RunError: a master weight is not finite, so that the checkpoint would be good for nothing.
+        OSError: with the file that could not be written.
+    """
+    for shard in engine.shards():
+        if not shard.master.isfinite().all():
+            raise RunError(f"{shard.name} holds weights that are not finite")
     path = folder / rank_file(engine.rank)
     tensors, ranges = _rank_tensors(engine)
     digest = write_safetensors(path, tensors, {"ranges": json.dumps(ranges)})
@@ -223,17 +232,23 @@ def choose_checkpoint(resume: str, checkpoints: Path, rank: int, world_size: int
             raise SharedError(f"run.resume: {named} is damaged: {'; '.join(faults)}")
         return named
     candidates = on_main_rank(lambda: [path for _, path in reversed(list_checkpoints(checkpoints))])
+    chosen = newest_good(candidates, rank, world_size)
+    if chosen is None and candidates:
+        raise SharedError(
+            f"{checkpoints}: all {len(candidates)} checkpoints are damaged; "
+            "restore one, or move the folder away to start afresh"
+        )
+    return chosen
+
+
+def newest_good(candidates: Sequence[Path], rank: int, world_size: int) -> Path | None:
+    """The first that verifies; damaged ones before it are named. Ranks share the verification. Collective."""
     for candidate in candidates:
         faults = _shared_faults(candidate, rank, world_size)
         if not faults:
             return candidate
         for fault in faults:
             log.warning("damaged checkpoint, trying the next older one: %s", fault)
-    if candidates:
-        raise SharedError(
-            f"{checkpoints}: all {len(candidates)} checkpoints are damaged; "
-            "restore one, or move the folder away to start afresh"
-        )
     return None
 
 

@@ -35,6 +35,7 @@ from launch.probe import DriftProbe, Probe
 from launch.qk_control import Clipper, QueryKeyControl
 from launch.qk_rules import AdaptiveRule, QuackRule, Rule
 from launch.shards import Shard, local_flats, local_shards, publish_masters
+from launch.step_judge import Fault
 from launch.step_report import NUM_FIXED_COLUMNS, PendingReport
 from launch.timing import Stopwatch
 from launch.topology import Topology
@@ -45,8 +46,8 @@ from model.stability.clip import attach_logit_maxima
 from model.stability.groups import GroupName
 from model.stability.layers import collect_layouts
 
-# Told the loss and the gradient norm of a step before it is applied; whether to leave it out.
-Judge = Callable[[float, float], bool]
+# Told the loss and the gradient norm of a step before it is applied; a fault whose action is "skip" leaves it out.
+Judge = Callable[[float, float], Fault | None]
 
 
 def import_deepspeed(device: torch.device) -> Any:
@@ -218,7 +219,7 @@ class Engine:
             rates: the learning rate of every group.
             data_seconds: how long this rank waited for the batch.
             stop_requested: reported to all ranks.
-            judge: may leave the step out: then neither weights nor the optimizer's state change. The host waits for
+            judge: may have the step skipped: then neither weights nor the optimizer's state change. The host waits for
                 the figures that it is told, and the ranks exchange them once more.
 
         Raises:
@@ -252,11 +253,10 @@ class Engine:
                 if self._control:
                     self._control.after_backward()
                 if judge is not None:
-                    self._judgement = _Judgement(judge, loss_sum / num_targets)
+                    self._judgement = _Judgement(judge, loss_sum / num_targets.clamp(min=1))
             self._engine.step()
-        is_left_out = self._judgement is not None and self._judgement.is_left_out
-        self._judgement = None
-        is_applied = self._engine.was_step_applied() and not is_left_out
+        judgement, self._judgement = self._judgement, None
+        is_applied = self._engine.was_step_applied() and not (judgement and judgement.is_skipped)
         if is_applied and self._used_rates != rates:
             raise RunError(f"the optimizer used the learning rates {self._used_rates}, but {rates} were set")
         if is_applied and self._control:
@@ -274,7 +274,9 @@ class Engine:
         if self._monitor is not None and self._control is not None and meter is not None:
             attention = self._monitor.after_step(meter)
             self._control.meter = None
-        return self._gather(loss_sum, z_sum, bad_micro_batch, host_values, attention)
+        report = self._gather(loss_sum, z_sum, bad_micro_batch, host_values, attention if is_applied else None)
+        report.verdicts = judgement.verdicts if judgement else []
+        return report
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
         """Cross-entropy in nats per target over all ranks' batches; every rank passes equally many. Collective."""
@@ -327,7 +329,7 @@ class Engine:
                 name = group["name"]
                 self._squares[name] = self._squares.get(name, 0.0) + square
                 self._used_rates[name] = group["lr"]
-        if self._judgement is not None and self._judgement.leaves_out(self._global_norm):
+        if self._judgement is not None and self._judgement.asks_to_skip(self._global_norm):
             for flat in _all_params(optimizer):
                 flat.grad = None  # an optimizer passes over what has no gradient
             return
@@ -339,7 +341,7 @@ class Engine:
             self._control.before_base_step(_all_params(optimizer))
 
     def _after_base_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._control and not (self._judgement is not None and self._judgement.is_left_out):
+        if self._control and not (self._judgement is not None and self._judgement.is_skipped):
             self._control.after_base_step(_all_params(optimizer))
 
     def _global_norm(self) -> Tensor:
@@ -419,6 +421,9 @@ class _Judgement:
 
     A step that DeepSpeed drops by itself, for its gradients are not finite at ZeRO stage 3 in fp32, is never asked
     about.
+
+    Attributes:
+        verdicts: the one answer, once it was asked for.
     """
 
     def __init__(self, judge: Judge, local_loss: Tensor) -> None:
@@ -427,25 +432,25 @@ class _Judgement:
         """
         self._judge = judge
         self._local_loss = local_loss
-        self._outcome: bool | None = None
+        self.verdicts: list[Fault | None] = []
 
     @property
-    def is_left_out(self) -> bool:
-        """Whether the step was left out."""
-        return bool(self._outcome)
+    def is_skipped(self) -> bool:
+        """Whether the step was judged, and is to be skipped."""
+        return any(fault is not None and fault.action == "skip" for fault in self.verdicts)
 
-    def leaves_out(self, norm: Callable[[], Tensor]) -> bool:
-        """Whether the step is to be left out; the same on all ranks. Collective at the first call.
+    def asks_to_skip(self, norm: Callable[[], Tensor]) -> bool:
+        """Whether the step is to be skipped; the same on all ranks. Collective at the first call.
 
         Args:
             norm: gives the global gradient norm, negative where DeepSpeed has found it to be no number.
         """
-        if self._outcome is None:
+        if not self.verdicts:
             norms = norm().to(self._local_loss)
             both = torch.stack([self._local_loss, norms.where(norms >= 0, torch.nan) / dist.get_world_size()])
             dist.all_reduce(both)
-            self._outcome = self._judge(*both.tolist())
-        return self._outcome
+            self.verdicts.append(self._judge(*both.tolist()))
+        return self.is_skipped
 
 
 def _all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -82,6 +82,7 @@ class QueryKeyControl:
         self._ratios: HeadTable = {}
         self._factors: HeadTable = {}
         self._clipping_LH: Tensor | None = None
+        self._rate_multiplier = 0.0
         self._num_scaled = 0
 
     def measure_step(self) -> UpdateMeter:
@@ -90,9 +91,14 @@ class QueryKeyControl:
         return self.meter
 
     def prepare(self, step: int, rate_multiplier: float) -> None:
-        """Sets the ratios of the coming step; see `Rule.update`. Collective."""
+        """Sets the ratios of the coming step; see `Rule.update`. Collective.
+
+        Args:
+            rate_multiplier: the step's rate as a part of the peak's.
+        """
+        self._rate_multiplier = rate_multiplier
         if self._rule is not None:
-            self._ratios = self._rule.update(step, rate_multiplier)
+            self._ratios = self._rule.update(step)
 
     def before_micro_batch(self, targets_BT: Tensor) -> None:
         """Before the forward pass of a micro-batch."""
@@ -128,8 +134,8 @@ class QueryKeyControl:
         expected, self._num_scaled, found = self._weights.num_pieces, 0, self._num_scaled
         if self._rule is not None and found != expected:
             raise RunError(f"the query/key ratios reached {found} of {expected} pieces of weights on this rank")
-        if self._rule is not None and self._clipping_LH is not None:
-            self._rule.note_clipping(self._clipping_LH)
+        if self._rule is not None:
+            self._rule.note_step(self._rate_multiplier, self._clipping_LH)
 
     def statistics(self) -> dict[str, Tensor]:
         """Of the last step, fp64: `ratios` (3, L), smallest, mean and largest; `clip` (2), see `Clipper`."""

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class Rule(Protocol):
     """What decides the ratios of the coming step."""
 
-    def update(self, step: int, rate_multiplier: float) -> HeadTable:
+    def update(self, step: int) -> HeadTable:
         """Ratio of every head of every matrix. Collective.
 
         Args:
@@ -46,8 +46,9 @@ class Rule(Protocol):
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes the tensors of a checkpoint of the same policy."""
 
-    def note_clipping(self, factor_LH: Tensor) -> None:
-        """Told after every step with clipping: what it has done to each query head's logits."""
+    def note_step(self, rate_multiplier: float, clipping_LH: Tensor | None) -> None:
+        """Told after every step that was applied: its rate as a part of the peak's, and what clipping has done to each
+        query head's logits; None without clipping."""
 
     def record(self) -> dict[str, Any]:
         """What metrics.jsonl should hold of this step besides the ratios."""
@@ -73,7 +74,7 @@ class QuackRule:
         self._kv_latent_dim = kv_latent_dim
         self._initial: dict[Kind, Tensor] | None = None
 
-    def update(self, step: int, rate_multiplier: float) -> HeadTable:
+    def update(self, step: int) -> HeadTable:
         """Raises RunError when a head starts with zero weights."""
         norms = self._weights.norms()
         if self._initial is None:
@@ -96,7 +97,7 @@ class QuackRule:
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         pass
 
-    def note_clipping(self, factor_LH: Tensor) -> None:
+    def note_step(self, rate_multiplier: float, clipping_LH: Tensor | None) -> None:
         pass
 
     def record(self) -> dict[str, Any]:
@@ -153,15 +154,16 @@ class AdaptiveRule:
                 last_step,
             )
 
-    def update(self, step: int, rate_multiplier: float) -> HeadTable:
+    def update(self, step: int) -> HeadTable:
         self._record = {}
         if self._start_step is None or step - self._start_step >= self._every_steps:
             self._measure(step)
-        self._progress += rate_multiplier
         return self._ratios
 
-    def note_clipping(self, factor_LH: Tensor) -> None:
-        self._clipping_LH = factor_LH if self._clipping_LH is None else self._clipping_LH * factor_LH
+    def note_step(self, rate_multiplier: float, clipping_LH: Tensor | None) -> None:
+        self._progress += rate_multiplier
+        if clipping_LH is not None:
+            self._clipping_LH = clipping_LH if self._clipping_LH is None else self._clipping_LH * clipping_LH
 
     def _measure(self, step: int) -> None:
         changes = self._probe.measure(self._clipping_LH)

@@ -175,13 +175,17 @@ def fixed_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def begin_run(folder: RunFolder, config: Config) -> list[str]:
+def begin_run(folder: RunFolder, config: Config, before: Config | None) -> list[str]:
     """Writes the configuration and removes an old completion marker. For rank 0, once the start cannot fail any more.
 
+    Args:
+        before: of the checkpoint that the run goes on from; None: there is none.
+
     Returns:
-        One line for every key whose value changed since the run was last started.
+        One line for every key whose value changed since then, or else since the run was last started.
     """
-    old, new = previous_configuration(folder), config.model_dump(mode="json")
+    old = before.model_dump(mode="json") if before else previous_configuration(folder)
+    new = config.model_dump(mode="json")
     write_file(folder.config, to_yaml(config).encode())
     folder.done.unlink(missing_ok=True)
     changes = differences(old, new) if old else ()

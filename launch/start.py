@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,15 @@ import torch
 from configs.schema import Config
 from data.loader import BatchGeometry
 from data.skips import SkippedSamples
-from launch.checkpoint import choose_checkpoint, clean_leftovers, restore, set_newer_aside
-from launch.checkpoint_files import TrainingState, find_checkpoint, find_faults, read_config, read_state
+from launch.checkpoint import choose_checkpoint, clean_leftovers, newest_good, restore, set_newer_aside
+from launch.checkpoint_files import (
+    TrainingState,
+    find_checkpoint,
+    find_faults,
+    list_checkpoints,
+    read_config,
+    read_state,
+)
 from launch.collective import on_main_rank
 from launch.engine import Engine
 from launch.errors import RunError, SharedError
@@ -33,20 +40,34 @@ class Start:
     Attributes:
         checkpoint: to go on from, or to take the weights of; None: initial weights.
         state: of the checkpoint to go on from; None at step 0.
+        skipped: what the run leaves out of the data order.
     """
 
     checkpoint: Path | None = None
     state: TrainingState | None = None
+    skipped: SkippedSamples = field(default_factory=SkippedSamples)
 
     @property
     def step(self) -> int:
         """Finished steps."""
         return self.state.step if self.state else 0
 
-    @property
-    def skipped_samples(self) -> list[list[int]]:
-        """Ranges of the data order that the run leaves out."""
-        return self.state.skipped_samples if self.state else []
+
+@dataclass(frozen=True)
+class Rollback:
+    """A step at fault, from which the run is to go back to its last checkpoint.
+
+    Attributes:
+        step: number of the step.
+        consumed_samples: of the run, with those of the step.
+        skipped: what the run left out up to then.
+        reason: what is wrong, in one line.
+    """
+
+    step: int
+    consumed_samples: int
+    skipped: SkippedSamples
+    reason: str
 
 
 def last_step(config: Config) -> int:
@@ -69,55 +90,63 @@ def choose_start(config: Config, folder: RunFolder, data: TrainingData, topology
     return Start()
 
 
-@dataclass(frozen=True)
-class Rollback:
-    """A step at fault, from which the run is to go back to its last checkpoint.
+def roll_back(
+    rollback: Rollback,
+    first_start: Start,
+    config: Config,
+    folder: RunFolder,
+    topology: Topology,
+    taken: Counter[Path | None],
+) -> Start:
+    """The last checkpoint of this run that verifies, or where it began if there is none. Collective.
 
-    Attributes:
-        step: number of the step.
-        consumed_samples: of the run, with those of the step.
-        skipped: what the run left out up to then.
-    """
-
-    step: int
-    consumed_samples: int
-    skipped: SkippedSamples
-
-
-def roll_back(rollback: Rollback, config: Config, folder: RunFolder, topology: Topology, taken: Counter[Path]) -> Start:
-    """The last checkpoint that verifies, with the samples from there to the bad step left out from now on. Collective.
+    The samples from there to the bad step, this included, are left out from now on.
 
     Args:
-        taken: how often each checkpoint was gone back to; counted up.
+        first_start: of this process.
+        taken: how often the run has gone back to each checkpoint; counted up.
 
     Raises:
-        SharedError: there is no checkpoint, or the same one was gone back to too often.
+        SharedError: it has gone back to the same one too often.
     """
     gc.collect()  # the engine that was given up; its memory is needed for the next one
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    checkpoint = choose_checkpoint("auto", folder.checkpoints, topology.rank, topology.world_size)
-    if checkpoint is None:
-        raise SharedError(f"step {rollback.step} is at fault, and there is no checkpoint yet to go back to")
+    candidates = on_main_rank(lambda: _own_checkpoints(first_start, folder))
+    checkpoint = newest_good(candidates, topology.rank, topology.world_size)
+    where = checkpoint or "the start of the run"
     if taken[checkpoint] == config.train.max_rollbacks:
         raise SharedError(
-            f"step {rollback.step} is at fault, and the run has gone back to {checkpoint} {taken[checkpoint]} times "
-            "already (train.max_rollbacks); a lower optim.lr, or qk_control, may help"
+            f"{rollback.reason}; the run has gone back to {where} {taken[checkpoint]} times already "
+            "(train.max_rollbacks)"
         )
     taken[checkpoint] += 1
-    state = on_main_rank(lambda: read_state(checkpoint))
-    edges = rollback.skipped.places(np.array([state.consumed_samples, rollback.consumed_samples - 1]))
+    start = first_start
+    if checkpoint is not None:
+        start = Start(checkpoint, on_main_rank(lambda: read_state(checkpoint)))
+    consumed_samples = start.state.consumed_samples if start.state else 0
+    edges = rollback.skipped.places(np.array([consumed_samples, rollback.consumed_samples - 1]))
     first, last = edges.tolist()
-    skipped = rollback.skipped.and_range(first, last + 1)
     log.warning(
-        "going back to %s (rollback %d of at most %d there); the %d samples from there to step %d are left out",
-        checkpoint,
+        "going back to %s (rollback %d of at most %d to there); the %d samples from there to step %d are left out",
+        where,
         taken[checkpoint],
         config.train.max_rollbacks,
-        rollback.consumed_samples - state.consumed_samples,
+        rollback.consumed_samples - consumed_samples,
         rollback.step,
     )
-    return Start(checkpoint, replace(state, skipped_samples=[list(edge) for edge in skipped.ranges]))
+    return replace(start, skipped=rollback.skipped.and_range(first, last + 1))
+
+
+def _own_checkpoints(first_start: Start, folder: RunFolder) -> list[Path]:
+    """The checkpoints that lead to where the run is, newest first. The folder may hold another branch's beside them."""
+    saved = list(reversed(list_checkpoints(folder.checkpoints)))
+    if first_start.state is None:
+        return [path for _, path in saved]
+    assert first_start.checkpoint is not None
+    if first_start.checkpoint in [path for _, path in saved]:
+        return [path for _, path in saved]
+    return [*(path for step, path in saved if step > first_start.step), first_start.checkpoint]
 
 
 def is_finished(folder: RunFolder, config: Config) -> bool:
@@ -133,9 +162,9 @@ def load_start(engine: Engine, start: Start, folder: RunFolder, config: Config) 
     """Loads the weights (and all else when going on), and makes the folder this run's. Collective."""
     if start.checkpoint is not None:
         restore(engine, start.checkpoint, weights_only=start.state is None)
-    changes = on_main_rank(lambda: _take_over(folder, config, start.step))
+    changes = on_main_rank(lambda: _take_over(folder, config, start))
     for change in changes:
-        log.info("configuration changed since the last start: %s", change)
+        log.info("configuration changed since %s: %s", "the checkpoint" if start.state else "the last start", change)
     if start.state is not None:
         log.info("going on from %s at step %d", start.checkpoint, start.step)
     elif start.checkpoint is not None:
@@ -209,7 +238,7 @@ def _checked_resume(checkpoint: Path, config: Config, data: TrainingData) -> Sta
             f"{checkpoint} is at step {state.step}, beyond the last step {last_step(config)} "
             "(train.steps, train.stop_step)"
         )
-    return Start(checkpoint, state)
+    return Start(checkpoint, state, SkippedSamples.of(state.skipped_samples))
 
 
 def _checked_weights(path: Path, data: TrainingData) -> Start:
@@ -231,7 +260,11 @@ def _check_tokenizer(checkpoint: Path, state: TrainingState, data: TrainingData)
         )
 
 
-def _take_over(folder: RunFolder, config: Config, step: int) -> list[str]:
+def _take_over(folder: RunFolder, config: Config, start: Start) -> list[str]:
+    """Makes the folder this run's; returns what has changed in its configuration."""
     clean_leftovers(folder.checkpoints)
-    set_newer_aside(folder.checkpoints, step)
-    return begin_run(folder, config)
+    set_newer_aside(folder.checkpoints, start.step)
+    before = None
+    if start.state is not None and start.checkpoint is not None:
+        before = read_config(start.checkpoint)
+    return begin_run(folder, config, before)

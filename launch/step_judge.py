@@ -42,13 +42,13 @@ class StepJudge:
     the usual one after a while. All ranks judge the same figures, and so alike.
 
     Attributes:
-        leaves_out: whether a step may have to be left out, so that it must be judged before it is applied.
+        may_skip: whether a step may have to be skipped, so that it must be judged before it is applied.
     """
 
     def __init__(self, settings: TrainConfig) -> None:
         spike = settings.spike
         skips_spikes = spike.action == "skip" and spike.threshold_sigma is not None
-        self.leaves_out = settings.on_nonfinite == "skip" or skips_spikes
+        self.may_skip = settings.on_nonfinite == "skip" or skips_spikes
         self._on_nonfinite = settings.on_nonfinite
         self._spike = spike
         self._past: dict[str, deque[float]] = {name: deque(maxlen=spike.window) for name in ("loss", "gradient norm")}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from launch.monitor import AttentionReport
+from launch.step_judge import Fault
 
 NUM_FIXED_COLUMNS = 10  # columns of a rank's report before the groups' squared gradient norms
 
@@ -25,6 +26,7 @@ class StepReport:
         num_targets: target tokens of the global batch.
         grad_norm: global gradient norm before clipping; group_grad_norms: the same for every parameter group.
         step_applied: whether the optimizer changed the weights.
+        verdicts: of the judge, where it was asked before the step was applied.
         bad_micro_batches: of each rank, the first micro-batch whose loss was not finite; None: all were.
         forward_seconds, data_seconds: per rank; the forward time is that of the step before.
         memory_bytes: per rank; allocated peak on GPU, resident on CPU.
@@ -48,6 +50,7 @@ class StepReport:
     qk_statistics: dict[str, list[float]] = field(default_factory=dict)
     qk_record: dict[str, Any] = field(default_factory=dict)
     attention: AttentionReport | None = None
+    verdicts: tuple[Fault | None, ...] = ()
 
     @property
     def bad_ranks(self) -> list[int]:
@@ -56,7 +59,11 @@ class StepReport:
 
 
 class PendingReport:
-    """The gathered rows of a step on their way to the host."""
+    """The gathered rows of a step on their way to the host.
+
+    Attributes:
+        verdicts: see `StepReport`.
+    """
 
     def __init__(
         self,
@@ -67,6 +74,7 @@ class PendingReport:
         attention: AttentionReport | None,
         replicated: bool,
     ) -> None:
+        self.verdicts: list[Fault | None] = []
         self._attention = attention
         self._group_names = group_names
         self._qk_widths = qk_widths
@@ -99,6 +107,8 @@ class PendingReport:
         # Where it has none (-1), at stage 0, the squares are those before clipping.
         global_norm = grad_norm[0] if grad_norm[0] >= 0 or math.isnan(grad_norm[0]) else total
         unclip = global_norm / total if total > 0 else 1.0
+        if not math.isfinite(global_norm):
+            unclip = math.nan
         return StepReport(
             loss=sum(loss_sum) / max(targets, 1),
             z_loss=sum(z_sum) / max(targets, 1),
@@ -114,4 +124,5 @@ class PendingReport:
             qk_statistics={name: list(islice(qk_values, width)) for name, width in self._qk_widths.items()},
             qk_record=self._qk_record,
             attention=self._attention,
+            verdicts=tuple(self.verdicts),
         )

@@ -39,7 +39,6 @@ class _PendingStep:
     Attributes:
         step: its number, from 1.
         consumed_samples: of the run, with those of the step.
-        verdicts: of the judge, where the step was judged before it was applied.
     """
 
     step: int
@@ -47,14 +46,13 @@ class _PendingStep:
     rates: dict[str, float]
     interval: Interval
     report: PendingReport
-    verdicts: list[Fault | None]
 
 
 class _GoBack(Exception):
-    """The run cannot go on from the weights that it has."""
+    """The run cannot go on from the weights that it has; the message says why."""
 
-    def __init__(self, pending: _PendingStep) -> None:
-        super().__init__()
+    def __init__(self, pending: _PendingStep, reason: str) -> None:
+        super().__init__(reason)
         self.pending = pending
 
 
@@ -96,7 +94,6 @@ class Trainer:
         self._val_losses = dict(state.val_losses) if state else {}
         self._judge = StepJudge(config.train)
         self._judge.load_state(state.step_figures if state else {})
-        self._verdicts: list[Fault | None] = []
         self._num_skips = 0
         self._num_failed_saves = 0
 
@@ -135,8 +132,7 @@ class Trainer:
                 batch = next(loader)
                 data_seconds = time.perf_counter() - wait_start
                 rates = group_rates(step, self._config, self._engine.groups)
-                self._verdicts = []
-                judge = self._judge_early if self._judge.leaves_out else None
+                judge = self._judge.judge if self._judge.may_skip else None
                 report = self._engine.train_step(step, batch, rates, data_seconds, self._stop.is_set, judge)
                 interval.stop()
                 profiler.after_step(step)
@@ -144,7 +140,7 @@ class Trainer:
                 # Reading a report waits for its step, so each is read while the next one runs on the device.
                 if pending is not None:
                     stopping = self._finish(pending, recorder)
-                pending = _PendingStep(step + 1, self._consumed_samples, rates, interval, report, self._verdicts)
+                pending = _PendingStep(step + 1, self._consumed_samples, rates, interval, report)
                 if stopping or self._is_due(step + 1):
                     stopping = self._finish(pending, recorder) or stopping
                     pending = None
@@ -156,7 +152,7 @@ class Trainer:
             self._finish_run(recorder, saved_step)
             return EXIT_DONE
         except _GoBack as bad:
-            return Rollback(bad.pending.step, bad.pending.consumed_samples, self._data.order.skipped)
+            return Rollback(bad.pending.step, bad.pending.consumed_samples, self._data.order.skipped, str(bad))
         finally:
             loader.close()
             recorder.close()
@@ -179,7 +175,7 @@ class Trainer:
         """Reads a step's report, checks it, validates if due, and records it. Returns whether to stop."""
         report = pending.report.read()
         self._watchdog.step_finished(pending.step)
-        fault = self._find_fault(pending, report)
+        fault = self._find_fault(report)
         if fault is not None:
             with self._watchdog.slow_work():
                 self._respond(fault, pending, report)
@@ -203,15 +199,9 @@ class Trainer:
         recorder.write(record, report)
         return report.stop_requested
 
-    def _judge_early(self, loss: float, grad_norm: float) -> bool:
-        """Judges a step before it is applied; whether to leave it out."""
-        fault = self._judge.judge(loss, grad_norm)
-        self._verdicts.append(fault)
-        return fault is not None and fault.action == "skip"
-
-    def _find_fault(self, pending: _PendingStep, report: StepReport) -> Fault | None:
-        if pending.verdicts:
-            return pending.verdicts[0]
+    def _find_fault(self, report: StepReport) -> Fault | None:
+        if report.verdicts:
+            return report.verdicts[0]
         if not report.step_applied:  # DeepSpeed has dropped it, for its gradients
             return self._judge.nonfinite()
         return self._judge.judge(report.loss, report.grad_norm)
@@ -230,14 +220,12 @@ class Trainer:
         trained_on = on_main_rank(lambda: report_samples(self._folder, pending.step, records))
         text = f"{_describe(fault, report, pending.step)}; {trained_on}"
         if fault.action == "stop":
-            good = list_checkpoints(self._folder.checkpoints)
-            last_good = f"the last good checkpoint is {good[-1][1]}" if good else "there is no checkpoint yet"
-            raise SharedError(f"{text}; {last_good}")
+            raise SharedError(f"{text}; {self._last_good()}")
         if fault.action == "skip" and self._num_skips == self._config.train.max_skips:
             raise SharedError(f"{text}; {self._num_skips} steps before it were skipped already (train.max_skips)")
         log.warning("%s%s", text, "; the step is skipped" if fault.action == "skip" else "")
         if fault.action == "rollback":
-            raise _GoBack(pending)
+            raise _GoBack(pending, text)
 
     def _validate(self) -> dict[str, float]:
         """`val_loss` of the first validation set, and `val_loss/NAME` of each. Collective."""
@@ -262,9 +250,7 @@ class Trainer:
                 )
                 on_main_rank(lambda: prune_checkpoints(self._folder.checkpoints, self._config.checkpoint))
         except RunError as error:
-            kept = list_checkpoints(self._folder.checkpoints)
-            newest = f"the newest good checkpoint is {kept[-1][1]}" if kept else "there is no checkpoint yet"
-            message = f"the checkpoint of step {step} could not be saved: {error}; {newest}"
+            message = f"the checkpoint of step {step} could not be saved: {error}; {self._last_good()}"
             self._num_failed_saves += 1
             if must_succeed:
                 raise SharedError(message) from None
@@ -279,6 +265,12 @@ class Trainer:
         recorder.note_checkpoint(step, seconds)
         log.info("checkpoint %s (%.1f s)", path, seconds)
         return step
+
+    def _last_good(self) -> str:
+        if not self._folder.path.is_dir():
+            return "no checkpoint can be seen now"
+        good = list_checkpoints(self._folder.checkpoints)
+        return f"the last good checkpoint is {good[-1][1]}" if good else "there is no checkpoint yet"
 
     def _state(self, step: int) -> TrainingState:
         tokenizer = self._data.tokenizer

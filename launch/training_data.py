@@ -49,9 +49,9 @@ class TrainingData:
     tokenizer_sha256: str | None
     fingerprints: tuple[str, ...]
 
-    def skipping(self, ranges: Sequence[Sequence[int]]) -> TrainingData:
-        """The same without these ranges of samples."""
-        return replace(self, order=self.order.skipping(SkippedSamples.of(ranges)))
+    def skipping(self, skipped: SkippedSamples) -> TrainingData:
+        """The same without these samples."""
+        return replace(self, order=self.order.skipping(skipped))
 
 
 def open_data(config: Config) -> tuple[TrainingData, Config]:

@@ -70,6 +70,11 @@ class Watchdog:
         self._step = step
         self._progress += 1
 
+    def starts_again(self) -> None:
+        """Allows `slow_seconds` up to the second step from now, as at the start."""
+        self._is_slow, self._last_finish = True, None
+        self._progress += 1
+
     @contextlib.contextmanager
     def slow_work(self) -> Iterator[None]:
         """Allows `slow_seconds` for what happens inside, e.g. a checkpoint or a validation."""

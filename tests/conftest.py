@@ -21,6 +21,9 @@ from launch.topology import free_port
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 96
+POISON = (
+    VOCAB_SIZE  # a token whose batches have no finite loss under tests/launch/worker.py; in no shard but where asked
+)
 NUM_TOKENS = 20_000
 
 

@@ -263,7 +263,7 @@ def test_a_vanished_folder_is_not_made_again_and_may_come_back(tiny_config: Path
     process.send_signal(signal.SIGTERM)
     finished = finish(process)
     assert finished.code == 75, finished.errors
-    assert f"{folder}: the run's folder has vanished; there is no checkpoint yet" in finished.output
+    assert f"{folder}: the run's folder has vanished; no checkpoint can be seen now" in finished.output
     last = read_metrics(folder)[-1]["step"]
     assert (folder / f"checkpoints/step_{last:08d}/manifest.json").is_file()
     assert not list((folder / "checkpoints").glob("*.partial"))

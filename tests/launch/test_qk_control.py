@@ -253,7 +253,7 @@ def test_a_head_that_starts_at_zero_is_refused() -> None:
         HeadWeights(layouts, shards, torch.device("cpu"), is_replicated=True), has_qk_norm=False, max_ratio=None
     )
     with pytest.raises(RunError, match="head 1 of k is zero"):
-        rule.update(0, 1.0)
+        rule.update(0)
 
 
 class LayerRatios:
@@ -262,11 +262,11 @@ class LayerRatios:
     def __init__(self, weights: HeadWeights) -> None:
         self._weights = weights
 
-    def update(self, step: int, rate_multiplier: float) -> dict[Kind, torch.Tensor]:
+    def update(self, step: int) -> dict[Kind, torch.Tensor]:
         ratios = torch.tensor([0.3, 2.0], dtype=torch.float64)[:, None]
         return {kind: ratios.expand(-1, layout.num_heads) for kind, layout in self._weights.layouts.items()}
 
-    def note_clipping(self, factor_LH: torch.Tensor) -> None:
+    def note_step(self, rate_multiplier: float, clipping_LH: torch.Tensor | None) -> None:
         pass
 
 

@@ -77,7 +77,7 @@ def test_falling_losses_and_other_steps_are_no_spikes() -> None:
 def test_what_is_not_finite_is_at_fault_and_leaves_no_trace(loss: float, norm: float, action: Any) -> None:
     settings = {"steps": 1, "global_batch_tokens": 1, "on_nonfinite": action}
     steps = StepJudge(TrainConfig.model_validate(settings))
-    assert steps.leaves_out == (action == "skip")
+    assert steps.may_skip == (action == "skip")
     before = steps.state()
     assert steps.judge(loss, norm) == Fault(action)
     assert steps.state() == before
@@ -95,4 +95,4 @@ def test_a_judge_that_was_saved_and_loaded_goes_on_alike(figures: list[float], c
 def test_without_spikes_only_finiteness_counts() -> None:
     steps = judge(threshold_sigma=None, action="skip")
     assert [steps.judge(loss, 1.0) for loss in (1.0, 1.0, 1e9)] == [None] * 3
-    assert not steps.leaves_out
+    assert not steps.may_skip

@@ -66,6 +66,10 @@ def test_the_start_and_slow_work_have_a_limit_of_their_own(tmp_path: Path, ends:
         time.sleep(0.1)
         watch.step_finished(3)
         assert watch.limit_seconds() < 10
+        watch.starts_again()
+        assert watch.limit_seconds() == 100
+        watch.step_finished(4)
+        assert watch.limit_seconds() == 100
     assert not ends.is_set()
 
 

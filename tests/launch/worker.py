@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
+from data.loader import MicroBatch
 from launch import engine as engine_module
 from launch.engine import Engine
 from launch.logs import start_screen_log
 from launch.process_group import leave, start_distributed
 from launch.topology import detect_topology
+from tests.conftest import POISON
 from train import run
 
 ENGINES: list[Engine] = []
@@ -39,6 +42,13 @@ class RecordedEngine(Engine):
         super().__init__(*args, **kwargs)
         ENGINES[:] = [self]
         EARLIER.append(weakref.ref(self.module))
+
+    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Gives no finite loss where the poison is among the tokens."""
+        objective, cross_entropy, z_loss = super()._forward(micro_batch)
+        if (micro_batch.tokens == POISON).any():
+            return objective * torch.nan, cross_entropy * torch.nan, z_loss
+        return objective, cross_entropy, z_loss
 
 
 def num_kept_models() -> int:
