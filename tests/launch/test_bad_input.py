@@ -16,6 +16,8 @@ import yaml
 
 from data.indexed import IndexedShardWriter, token_dtype
 from data.order import SampleOrder
+from launch.checkpoint_files import find_faults
+from launch.topology import free_port
 from tests.conftest import ROOT, Finished, finish, launcher_command, python, read_metrics, start, write_shard
 from tests.launch.supervised import wait_until
 
@@ -247,6 +249,27 @@ def test_a_full_disk_keeps_the_previous_checkpoint(run_copy: tuple[Path, Path, l
     assert "this is failure 3 in a row (checkpoint.max_failures)" in error
     assert train(config, *overrides).code == 0
     assert (folder / "checkpoints/step_00000006").is_dir()
+
+
+def test_a_rank_that_never_comes_is_said_in_a_line(tiny_config: Path) -> None:
+    command = [sys.executable, "train.py", str(tiny_config), "deepspeed.timeout_seconds=3"]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    setting = [f"{key}={value}" for key, value in {**alone, "MASTER_PORT": str(free_port())}.items()]
+    error = only_error(finish(start(["env", *setting, *command])))
+    assert "lost contact with another rank" in error
+
+
+def test_ranks_share_the_verification_of_all_files(run_copy: tuple[Path, Path, list[str]]) -> None:
+    checkpoint = run_copy[1] / "checkpoints/step_00000004"
+    files = sorted(json.loads((checkpoint / "manifest.json").read_text())["files"])
+    for name in files:
+        content = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        for num_parts in (1, 2, 3, 5):
+            faults = [find_faults(checkpoint, part, num_parts) for part in range(num_parts)]
+            assert [bool(found) for found in faults].count(True) == 1
+            assert f"{checkpoint / name}: its content does not match its hash" in str(faults)
+        (checkpoint / name).write_bytes(content)
 
 
 def test_a_vanished_folder_is_not_made_again_and_may_come_back(tiny_config: Path, tmp_path: Path) -> None:

@@ -77,6 +77,9 @@ def test_tensorboard_and_metrics_are_one_curve_after_a_resume(tiny_config: Path,
         (record["step"], pytest.approx(record["loss"], rel=1e-6)) for record in records
     ]
     assert [step for step, _ in scalars(folder, "loss/validation")] == [3, 6]
+    stalled = scalars(folder, "time/checkpoint_seconds")
+    assert [step for step, _ in stalled] == [2, 6]
+    assert all(0 < seconds < 60 for _, seconds in stalled)
     for tag in (
         "learning_rate/base",
         "learning_rate/query_key",
