@@ -1,0 +1,202 @@
+"""From the runs of a sweep to the measures of its grids."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from launch.sweep.cells import Alphas
+from launch.sweep.measures import (
+    ArmMeasures,
+    GridMeasures,
+    Losses,
+    Pace,
+    Reach,
+    best_rate,
+    first_reach,
+    mean,
+    pilot_score,
+    range_around,
+    sensitivity,
+    usable_rates,
+)
+from launch.sweep.results import Run
+from launch.sweep.spec import Sweep
+
+Rounds = Sequence[Mapping[str, float]]  # arm -> seconds a step, of each round of the timing
+
+
+def pilot_scores(sweep: Sweep, runs: Sequence[Run]) -> dict[tuple[str, str], dict[float, float]]:
+    """(grid, arm) -> alpha -> score, of the pilots whose cells have all ended."""
+    scores: dict[tuple[str, str], dict[float, float]] = {}
+    for name, grid in sweep.grids.items():
+        for arm in grid.pilot.arms if grid.pilot else ():
+            mine = [run for run in runs if run.cell.is_pilot and (run.cell.grid, run.cell.arm) == (name, arm)]
+            losses = {run.cell: run.final_loss for run in mine}
+            if not mine or None in losses.values():
+                continue
+            start_loss = _start_loss(mine)
+            scores[name, arm] = {
+                alpha: pilot_score(
+                    [loss for cell, loss in losses.items() if cell.alpha == alpha and loss is not None], start_loss
+                )
+                for alpha in sorted({cell.alpha for cell in losses if cell.alpha is not None})
+            }
+    return scores
+
+
+def choose_alphas(scores: Mapping[tuple[str, str], Mapping[float, float]]) -> Alphas:
+    """The alpha with the lowest score of each piloted arm."""
+    return {key: min(by_alpha, key=by_alpha.__getitem__) for key, by_alpha in scores.items()}
+
+
+def measure(sweep: Sweep, runs: Sequence[Run], timing: Mapping[str, Rounds]) -> list[GridMeasures]:
+    """The measures of every grid.
+
+    Args:
+        runs: of all cells, pilots too.
+        timing: by grid; grids may be missing.
+    """
+    scores = pilot_scores(sweep, runs)
+    return [
+        _measure_grid(
+            sweep,
+            name,
+            [run for run in runs if run.cell.grid == name and not run.cell.is_pilot],
+            timing.get(name, ()),
+            {arm: by_alpha for (grid, arm), by_alpha in scores.items() if grid == name},
+        )
+        for name in sweep.grids
+    ]
+
+
+def _measure_grid(
+    sweep: Sweep, name: str, runs: Sequence[Run], rounds: Rounds, pilot: dict[str, dict[float, float]]
+) -> GridMeasures:
+    grid = sweep.grids[name]
+    by_arm = {arm: [run for run in runs if run.cell.arm == arm] for arm in sweep.arms_of(name)}
+    losses = {arm: losses_of(mine) for arm, mine in by_arm.items()}
+    means = [mean(by_seed.values()) for table in losses.values() for by_seed in table.values()]
+    limit = min(means, default=math.inf) + sweep.tolerance
+    paces = {arm: _pace(rounds, arm, sweep.baseline) for arm in by_arm}
+    base_rate = best_rate(losses[sweep.baseline])
+    targets = losses[sweep.baseline].get(base_rate, {}) if base_rate is not None else {}
+    arms = {}
+    for arm, mine in by_arm.items():
+        reach = _reach(mine, by_arm[sweep.baseline], targets, paces[arm], paces[sweep.baseline])
+        arms[arm] = _measure_arm(arm, mine, losses[arm], limit, sweep.tolerance, grid.lrs, reach, paces[arm])
+    lengths = [(run.validation[0][0], run.validation[-1][0]) for run in runs if run.validation]
+    return GridMeasures(
+        name,
+        sweep.baseline,
+        tuple(sorted(grid.lrs)),
+        grid.seeds,
+        sweep.tolerance,
+        limit,
+        arms,
+        min((first / last for first, last in lengths), default=1.0),
+        pilot,
+    )
+
+
+def losses_of(runs: Sequence[Run]) -> dict[float, dict[int, float]]:
+    """Rate -> seed -> final loss, of the runs that have ended, the rates ascending."""
+    table: dict[float, dict[int, float]] = {}
+    for run in sorted(runs, key=lambda run: (run.cell.lr, run.cell.seed)):
+        if run.final_loss is not None:
+            table.setdefault(run.cell.lr, {})[run.cell.seed] = run.final_loss
+    return table
+
+
+def _measure_arm(
+    arm: str,
+    runs: Sequence[Run],
+    losses: dict[float, dict[int, float]],
+    limit: float,
+    tolerance: float,
+    rates: Sequence[float],
+    reach: Reach | None,
+    pace: Pace | None,
+) -> ArmMeasures:
+    best = best_rate(losses)
+    best_losses = losses[best] if best is not None else {}
+    usable = usable_rates(losses, limit) if math.isfinite(limit) else []
+    own = usable_rates(losses, mean(best_losses.values()) + tolerance) if best_losses else []
+    start_loss = _start_loss(runs)
+    seeds = sorted({seed for by_seed in losses.values() for seed in by_seed})
+    per_seed = {seed: _of_seed(losses, seed) for seed in seeds}
+    return ArmMeasures(
+        arm=arm,
+        alpha=next((run.cell.alpha for run in runs), None),
+        losses=losses,
+        best_rate=best,
+        best_losses=best_losses,
+        highest=max(usable, default=None),
+        highest_by_seed={
+            seed: max((rate for rate, loss in table.items() if loss <= limit and math.isfinite(loss)), default=None)
+            for seed, table in per_seed.items()
+        },
+        usable_range=range_around(best, usable, rates),
+        own_highest=max(own, default=None),
+        sensitivity={seed: sensitivity(table, start_loss) for seed, table in per_seed.items()},
+        num_diverged=sum(run.state == "diverged" for run in runs),
+        num_missing=sum(run.final_loss is None for run in runs),
+        reach=reach,
+        pace=pace,
+    )
+
+
+def _of_seed(losses: Losses, seed: int) -> dict[float, float]:
+    return {rate: by_seed[seed] for rate, by_seed in losses.items() if seed in by_seed}
+
+
+def _start_loss(runs: Sequence[Run]) -> float:
+    """The mean loss at initialisation; infinite where nothing was recorded."""
+    found = [run.start_loss for run in runs if math.isfinite(run.start_loss)]
+    return mean(found) if found else math.inf
+
+
+def _soonest(runs: Sequence[Run], targets: Mapping[int, float]) -> tuple[float, dict[int, tuple[int, int]]] | None:
+    """The rate at which the most seeds get to their targets, and of these the soonest on average.
+
+    Returns:
+        The rate, and seed -> (steps, tokens) until then; None where no seed gets there at any rate.
+    """
+    by_rate: dict[float, dict[int, tuple[int, int]]] = {}
+    for run in runs:
+        if run.final_loss is None or run.cell.seed not in targets:
+            continue
+        reached = first_reach(run.validation, targets[run.cell.seed])
+        if reached is not None:
+            by_rate.setdefault(run.cell.lr, {})[run.cell.seed] = reached
+    return min(
+        by_rate.items(),
+        key=lambda item: (-len(item[1]), mean([tokens for _, tokens in item[1].values()]), item[0]),
+        default=None,
+    )
+
+
+def _reach(
+    runs: Sequence[Run], base_runs: Sequence[Run], targets: Mapping[int, float], pace: Pace | None, base: Pace | None
+) -> Reach | None:
+    """See `Reach`. Without targets, or where no seed gets to its own: None."""
+    mine, theirs = _soonest(runs, targets), _soonest(base_runs, targets)
+    if mine is None or theirs is None:
+        return None
+    rate, reached = mine
+    _, needed = theirs
+    tokens = {seed: reached[seed][1] / needed[seed][1] for seed in reached}
+    seconds = {}
+    if pace is not None and base is not None:
+        ratio = pace.step_seconds / base.step_seconds
+        seconds = {seed: ratio * reached[seed][0] / needed[seed][0] for seed in reached}
+    return Reach(rate, tokens, seconds, len(targets))
+
+
+def _pace(rounds: Rounds, arm: str, baseline: str) -> Pace | None:
+    pairs = [(seconds[arm], seconds[baseline]) for seconds in rounds if arm in seconds and baseline in seconds]
+    if not pairs:
+        return None
+    overheads = [mine / base - 1 for mine, base in pairs]
+    return Pace(median(mine for mine, _ in pairs), median(overheads), min(overheads), max(overheads))

@@ -1,0 +1,84 @@
+"""Which base learning rate and alpha to use, from the results of a sweep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from launch.sweep.cells import Cell, cell_config
+from launch.sweep.measures import ArmMeasures, GridMeasures
+from launch.sweep.spec import Sweep
+from launch.sweep.words import overlap
+
+
+def recommend(sweep: Sweep, grid: GridMeasures) -> str:
+    """The advice of one grid: the query/key policy with the lowest best loss at its best rate, in words and as YAML."""
+    candidates = [
+        arm for arm in grid.others if arm.usable_range is not None and _control(sweep, grid, arm)["policy"] != "none"
+    ]
+    if not candidates:
+        return (
+            f"{grid.name}: no arm with a query/key policy has a usable rate at its best loss, so none is recommended."
+        )
+    chosen = min(candidates, key=lambda arm: arm.best_mean)
+    assert chosen.best_rate is not None
+    control = _control(sweep, grid, chosen)
+    lines = [
+        f"{grid.name}: {chosen.arm} at a base rate of {chosen.best_rate:g} with alpha {control['alpha']:g}, "
+        f"final validation loss {chosen.best_mean:.3f}.",
+        _margin(grid, chosen),
+        *_alpha_margin(grid, chosen),
+        *_beside_others(grid, chosen),
+        "",
+        yaml.safe_dump({"optim": {"lr": chosen.best_rate}, "qk_control": control}, sort_keys=False).rstrip(),
+    ]
+    return "\n".join(lines)
+
+
+def _control(sweep: Sweep, grid: GridMeasures, arm: ArmMeasures) -> dict[str, Any]:
+    """The arm's `qk_control`, as far as a policy and its alpha go, with what else is not a default."""
+    cell = Cell(grid.name, arm.arm, grid.rates[0], grid.seeds[0], arm.alpha)
+    section = cell_config(sweep, cell).qk_control
+    return {"policy": section.policy, "alpha": section.alpha} | section.model_dump(mode="json", exclude_unset=True)
+
+
+def _margin(grid: GridMeasures, arm: ArmMeasures) -> str:
+    assert arm.usable_range is not None and arm.best_rate is not None
+    low, high = arm.usable_range
+    around = f"usable from {low:g} to {high:g} (within {grid.tolerance:g} of the grid's best loss with every seed)"
+    if high > arm.best_rate:
+        end = ", the highest rate tried" if high == grid.rates[-1] else ""
+        return f"Margin: the rate may rise {high / arm.best_rate:.3g} times{end}; {around}."
+    if high == grid.rates[-1]:
+        return f"Margin: unknown, since this is the highest rate tried; {around}."
+    lower = [rate for rate in grid.rates if low <= rate < arm.best_rate]
+    loss = f" The next lower one, {lower[-1]:g}, is safer." if lower else ""
+    return f"Margin: none on this grid, since the next higher rate is not usable; {around}.{loss}"
+
+
+def _alpha_margin(grid: GridMeasures, arm: ArmMeasures) -> list[str]:
+    scores = grid.pilot.get(arm.arm, {})
+    if len(scores) < 2 or arm.alpha is None:
+        return []
+    others = ", ".join(
+        f"{alpha:g}: {score - scores[arm.alpha]:+.3f}" for alpha, score in scores.items() if alpha != arm.alpha
+    )
+    edge = arm.alpha in (min(scores), max(scores))
+    end = " It is at the end of the alphas tried, so one beyond may be better." if edge else ""
+    return [f"Alpha, by the pilot with one seed, mean loss over its rates against the chosen one's: {others}.{end}"]
+
+
+def _beside_others(grid: GridMeasures, chosen: ArmMeasures) -> list[str]:
+    lines: list[str] = []
+    for arm in (grid.arms[grid.baseline], grid.best_arm):
+        if arm.arm == chosen.arm or arm.best_rate is None or any(arm.arm in line for line in lines):
+            continue
+        difference = chosen.best_mean - arm.best_mean
+        apart = len(grid.seeds) > 1 and not overlap(chosen.best_losses.values(), arm.best_losses.values())
+        doubt = "" if apart else ", which is not told apart from chance"
+        lines.append(
+            f"Beside {arm.arm} at its best ({arm.best_mean:.3f} at {arm.best_rate:g}) that is {abs(difference):.3f} "
+            f"{'higher' if difference > 0 else 'lower'}{doubt}."
+        )
+    return lines

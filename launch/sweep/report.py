@@ -1,0 +1,230 @@
+"""Writes a sweep's report: report.md, report.html, figures and results.csv."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from data.files import write_file
+from launch.sweep.markup import Block, as_html, markdown
+from launch.sweep.measures import ArmMeasures, GridMeasures, Reach, mean
+from launch.sweep.outcome import cell_folder, failure
+from launch.sweep.recommend import recommend
+from launch.sweep.results import Run
+from launch.sweep.spec import Sweep
+from launch.sweep.words import describe_grid
+
+MEASURES = (
+    "arm",
+    "alpha",
+    "best loss",
+    "at LR",
+    "highest usable LR",
+    "usable range (decades)",
+    "within tolerance of own best up to",
+    "LR sensitivity",
+    "diverged",
+    "tokens to baseline's best",
+    "seconds to baseline's best",
+    "seconds a step",
+    "overhead",
+)
+
+
+def write_report(sweep: Sweep, grids: Sequence[GridMeasures], runs: Sequence[Run]) -> Path:
+    """Writes the report into the sweep's folder and returns its folder."""
+    from matplotlib.figure import Figure
+
+    from launch.sweep.figures import make_drawings
+
+    folder = sweep.folder / "report"
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("*.png"):
+        old.unlink()
+    blocks = [Block("heading", f"Sweep {sweep.name}", level=1), *_summary(grids)]
+    for grid in grids:
+        mine = [run for run in runs if run.cell.grid == grid.name and not run.cell.is_pilot]
+        blocks += _grid_blocks(sweep, grid)
+        for drawing in make_drawings(grid, mine):
+            figure = Figure(figsize=drawing.size, layout="constrained")
+            drawing.draw(figure)
+            figure.savefig(folder / f"{drawing.name}.png", dpi=110)
+            blocks += [
+                Block("heading", drawing.title, level=3),
+                Block("text", drawing.text),
+                Block("image", drawing.title, file=f"{drawing.name}.png"),
+            ]
+    blocks += [*_failures(sweep, runs), *_method(sweep, grids)]
+    write_file(folder / "report.md", markdown(blocks).encode())
+    write_file(folder / "report.html", as_html(blocks, f"Sweep {sweep.name}").encode())
+    write_file(folder / "results.csv", results_csv(sweep, runs).encode())
+    return folder
+
+
+def _summary(grids: Sequence[GridMeasures]) -> Iterator[Block]:
+    for grid in grids:
+        name = f"{grid.name}: " if len(grids) > 1 else ""
+        yield Block("text", name + describe_grid(grid))
+
+
+def _grid_blocks(sweep: Sweep, grid: GridMeasures) -> Iterator[Block]:
+    yield Block("heading", f"Grid {grid.name}")
+    about = sweep.grids[grid.name].about
+    if about:
+        yield Block("text", about)
+    yield Block("table", lines=(MEASURES, *(tuple(measure_row(grid, arm)) for arm in grid.arms.values())))
+    if math.isfinite(grid.limit):
+        yield Block("heading", "Recommended", level=3)
+        advice, _, overrides = recommend(sweep, grid).partition("\n\n")
+        yield Block("text", advice.replace("\n", " "))
+        if overrides:
+            yield Block("code", overrides)
+    if grid.pilot:
+        yield Block("heading", "Pilot", level=3)
+        pilot = sweep.grids[grid.name].pilot
+        assert pilot is not None
+        yield Block(
+            "text",
+            f"Mean final loss over the rates {', '.join(f'{rate:g}' for rate in pilot.lrs)} with seed {pilot.seed}, a "
+            "diverged run counting as the loss at initialisation. The alpha with the lowest one is the arm's in the "
+            "grid. Runs of the pilot that belong to the grid too are not run again, so this seed favours the chosen "
+            "alpha.",
+        )
+        alphas = sorted({alpha for scores in grid.pilot.values() for alpha in scores})
+        rows = [
+            (arm, *(f"{scores[alpha]:.3f}" if alpha in scores else "" for alpha in alphas), f"{grid.arms[arm].alpha:g}")
+            for arm, scores in grid.pilot.items()
+        ]
+        yield Block("table", lines=(("arm", *(f"alpha {alpha:g}" for alpha in alphas), "chosen"), *rows))
+
+
+def measure_row(grid: GridMeasures, arm: ArmMeasures) -> Iterator[str]:
+    """The arm's line of the table, as MEASURES."""
+    yield arm.arm
+    yield "" if arm.alpha is None else f"{arm.alpha:g}"
+    yield _spread(list(arm.best_losses.values()), ".3f")
+    yield _or_dash(arm.best_rate)
+    by_seed = [_or_dash(rate) for rate in arm.highest_by_seed.values()]
+    yield _or_dash(arm.highest) + (f" (seeds {', '.join(by_seed)})" if len(by_seed) > 1 else "")
+    if arm.usable_range is None:
+        yield "-"
+    else:
+        low, high = arm.usable_range
+        yield f"{low:g} to {high:g} ({math.log10(high / low):.1f})"
+    yield _or_dash(arm.own_highest)
+    yield _spread(list(arm.sensitivity.values()), ".3f")
+    yield str(arm.num_diverged)
+    for seconds in (False, True):
+        yield _reach_text(grid, arm.reach, seconds)
+    if arm.pace is None:
+        yield "not timed"
+        yield "not timed"
+    else:
+        yield f"{arm.pace.step_seconds:.4g}"
+        is_base = arm.arm == grid.baseline
+        yield "-" if is_base else f"{arm.pace.overhead:+.1%} ({arm.pace.low:+.1%} to {arm.pace.high:+.1%})"
+
+
+def _reach_text(grid: GridMeasures, reach: Reach | None, seconds: bool) -> str:
+    if reach is None:
+        return "not reached"
+    values = list((reach.seconds if seconds else reach.tokens).values())
+    if not values:
+        return "not timed"
+    seeds = f", {len(values)} of {reach.num_seeds} seeds" if len(values) < reach.num_seeds else ""
+    return f"{_spread(values, '.2f')} at {reach.rate:g}{seeds}"
+
+
+def _failures(sweep: Sweep, runs: Sequence[Run]) -> Iterator[Block]:
+    missing = [run for run in runs if run.final_loss is None]
+    if missing:
+        yield Block("heading", "Cells without a result")
+        rows = [(run.cell.name, run.state, failure(sweep, run.cell) or "") for run in missing]
+        yield Block("table", lines=(("cell", "state", "reason"), *rows))
+
+
+def _method(sweep: Sweep, grids: Sequence[GridMeasures]) -> Iterator[Block]:
+    rule, timing = sweep.divergence, sweep.timing
+    yield Block("heading", "How it was measured")
+    yield Block(
+        "text",
+        f"A rate is usable when the final validation loss of every seed is within {sweep.tolerance:g} of the lowest "
+        "mean loss of any arm of the grid; the usable range are the usable rates next to each other around the arm's "
+        "best. LR sensitivity (Wortsman et al., arXiv 2309.14322) is the mean over the rates of min(final loss, loss "
+        "at initialisation) minus the arm's lowest loss, for each seed; it says little where arms mean different "
+        "things by a rate, so read it beside the curve. Numbers in brackets are the range over the seeds.",
+    )
+    if any(grid.pilot for grid in grids):
+        yield Block(
+            "text",
+            f"Arms with a pilot had their alpha chosen by its losses, which is more tuning than {sweep.baseline} had.",
+        )
+    yield Block(
+        "text",
+        f"A run counts as diverged, and is stopped, when a loss is not finite, or when the mean training loss of "
+        f"{rule.window} steps exceeds the lower of the first loss and the lowest such mean so far by {rule.margin:g}.",
+    )
+    if timing is not None:
+        yield Block(
+            "text",
+            f"Seconds a step come from {timing.rounds} rounds in which the arms ran {timing.steps} steps each in turn, "
+            "alone, from the weights of their best cell: the mean of a stretch without its first "
+            f"{timing.skip_steps} steps, and the median over the rounds. Time to a loss is the number of steps at the "
+            "first validation that has it, times these seconds; validations and checkpoints are not counted. The "
+            f"target of each seed is the final loss of {sweep.baseline} with that seed at its best rate, and what "
+            f"{sweep.baseline} itself needs for it counts as 1.",
+        )
+
+
+def results_csv(sweep: Sweep, runs: Sequence[Run]) -> str:
+    """One line a cell; empty where there is no number."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(
+        [
+            *("grid", "arm", "alpha", "lr", "seed", "pilot", "state", "steps", "tokens", "start_loss"),
+            *("final_val_loss", "lowest_val_loss", "last_train_loss", "last_max_logit", "largest_max_logit"),
+            *("diverged_at_step", "step_seconds_side_by_side", "folder"),
+        ]
+    )
+    for run in runs:
+        cell = run.cell
+        losses = [loss for _, _, loss in run.validation]
+        logits = [logit for _, logit, _ in run.attention]
+        writer.writerow(
+            [
+                *(cell.grid, cell.arm, "" if cell.alpha is None else f"{cell.alpha:g}", f"{cell.lr:g}", cell.seed),
+                *("yes" if cell.is_pilot else "no", run.state),
+                run.train[-1][0] if run.train else "",
+                run.validation[-1][1] if run.validation else "",
+                _csv(run.start_loss),
+                _csv(run.final_loss),
+                _csv(min(losses, default=None)),
+                _csv(run.train[-1][1] if run.train else None),
+                _csv(logits[-1] if logits else None),
+                _csv(max(logits, default=None)),
+                run.diverged_at or "",
+                _csv(run.step_seconds),
+                cell_folder(sweep, cell).name,
+            ]
+        )
+    return stream.getvalue()
+
+
+def _csv(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{value:.6g}"
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """`4.955 (4.950 to 4.960)`."""
+    if not values:
+        return "-"
+    ends = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
+    return f"{mean(values):{form}}{ends}"

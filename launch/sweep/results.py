@@ -1,0 +1,80 @@
+"""What the cells of a sweep recorded, read from their folders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from launch.observe import read_records
+from launch.sweep.cells import Cell
+from launch.sweep.divergence import loss_of
+from launch.sweep.outcome import State, cell_folder, diverged_step, state_of
+from launch.sweep.spec import Sweep
+
+
+@dataclass(frozen=True)
+class Run:
+    """One cell's results.
+
+    Attributes:
+        start_loss: training loss of the first step, before any update; nan without records.
+        train: (step, loss) of every step.
+        validation: (step, tokens, loss).
+        attention: (step, largest logit, mean |Δlogit| of the step) where it was measured.
+        diverged_at: step.
+        step_seconds: median, beside whatever ran at the same time; nan without records.
+    """
+
+    cell: Cell
+    state: State
+    start_loss: float = math.nan
+    train: list[tuple[int, float]] = field(default_factory=list)
+    validation: list[tuple[int, int, float]] = field(default_factory=list)
+    attention: list[tuple[int, float, float]] = field(default_factory=list)
+    diverged_at: int | None = None
+    step_seconds: float = math.nan
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last validation loss; infinite for a diverged run; None for one that has no end."""
+        if self.state == "diverged":
+            return math.inf
+        return self.validation[-1][2] if self.state == "finished" and self.validation else None
+
+
+def read_run(sweep: Sweep, cell: Cell) -> Run:
+    """Reads one cell's folder."""
+    state = state_of(sweep, cell)
+    records = read_records(cell_folder(sweep, cell)) if state != "waiting" else []
+    if not records:
+        return Run(cell, state, diverged_at=diverged_step(sweep, cell))
+    seconds = sorted(record["step_seconds"] for record in records)
+    return Run(
+        cell,
+        state,
+        start_loss=loss_of(records[0]),
+        train=[(record["step"], loss_of(record)) for record in records],
+        validation=[
+            (record["step"], record["tokens"], _number(record["val_loss"]))
+            for record in records
+            if "val_loss" in record
+        ],
+        attention=[
+            (record["step"], _number(record["max_logit"]), _number(record["logit_change"]))
+            for record in records
+            if "max_logit" in record
+        ],
+        diverged_at=diverged_step(sweep, cell),
+        step_seconds=seconds[len(seconds) // 2],
+    )
+
+
+def read_runs(sweep: Sweep, cells: Iterable[Cell]) -> list[Run]:
+    """Reads the folders of many cells."""
+    return [read_run(sweep, cell) for cell in cells]
+
+
+def _number(value: float | None) -> float:
+    """metrics.jsonl has null for what is not finite."""
+    return math.inf if value is None else float(value)

@@ -1,0 +1,117 @@
+"""Interleaved timing: short stretches of every arm, one after the other, round by round, with nothing beside.
+
+Cells that run side by side share caches and memory bandwidth, so their own clocks compare nothing. A stretch starts
+from the weights of the arm's cell, where it has one: there, clipping has as much to do as late in a run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data.files import write_file
+from launch.attempt import Attempt
+from launch.errors import EXIT_DONE, RunError
+from launch.observe import read_records
+from launch.sweep.cell_run import Signals, launch_of
+from launch.sweep.cells import Cell, as_arguments, cell_overrides
+from launch.sweep.measures import GridMeasures, mean
+from launch.sweep.outcome import LOGS, is_finished
+from launch.sweep.spec import Sweep, Timing
+
+_NEVER = 10**9
+_FOLDER = "timing"  # of the stretches; deleted after each
+
+
+def timing_file(sweep: Sweep) -> Path:
+    """Where the figures are."""
+    return sweep.folder / "timing.json"
+
+
+def read_timing(sweep: Sweep) -> dict[str, list[dict[str, float]]]:
+    """Grid -> for each round, arm -> seconds a step; empty without figures."""
+    try:
+        content: dict[str, Any] = json.loads(timing_file(sweep).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return content
+
+
+def time_arms(
+    sweep: Sweep, grids: Sequence[GridMeasures], cells: Sequence[Cell], requests: Signals, say: Callable[[str], None]
+) -> bool:
+    """Times what is not timed yet; whether it came to its end, without a signal.
+
+    Args:
+        cells: of the grids; an arm is timed at its best rate, or at its lowest where it has none.
+
+    Raises:
+        RunError: a stretch failed.
+    """
+    timing = sweep.timing
+    if timing is None:
+        return True
+    done = read_timing(sweep)
+    for grid in grids:
+        is_wanted = timing.grids is None or grid.name in timing.grids
+        if not is_wanted or math.isinf(grid.limit):
+            continue
+        chosen = _cells_to_time(grid, cells)
+        rounds = [known for known in done.get(grid.name, ()) if known.keys() == chosen.keys()]
+        while len(rounds) < timing.rounds:
+            say(f"timing of {grid.name}: round {len(rounds) + 1} of {timing.rounds}")
+            seconds: dict[str, float] = {}
+            for arm, cell in chosen.items():
+                stretch = _time_stretch(sweep, timing, cell, requests)
+                if stretch is None:
+                    return False
+                seconds[arm] = stretch
+            rounds.append(seconds)
+            done[grid.name] = rounds
+            write_file(timing_file(sweep), json.dumps(done, indent=1).encode())
+    return True
+
+
+def _cells_to_time(grid: GridMeasures, cells: Sequence[Cell]) -> dict[str, Cell]:
+    """One cell for each arm that has any."""
+    chosen: dict[str, Cell] = {}
+    for arm, measures in grid.arms.items():
+        mine = [cell for cell in cells if (cell.grid, cell.arm) == (grid.name, arm) and not cell.waits_for_pilot]
+        at_best = [cell for cell in mine if cell.lr == measures.best_rate]
+        if mine:
+            chosen[arm] = min(at_best or mine, key=lambda cell: (cell.lr, cell.seed))
+    return chosen
+
+
+def _time_stretch(sweep: Sweep, timing: Timing, cell: Cell, requests: Signals) -> float | None:
+    """Mean seconds a step of a stretch (the mean: the adaptive policy measures only now and then); None if stopped."""
+    parent = sweep.folder / _FOLDER
+    shutil.rmtree(parent, ignore_errors=True)
+    settings: Mapping[str, Any] = {
+        "run.dir": str(parent),
+        "train.stop_step": timing.steps,
+        "validation.every_steps": _NEVER,
+        "validation.batches": 1,
+        "checkpoint.every_steps": _NEVER,
+        "monitor.every_steps": None,
+        "run.init_from": str(sweep.folder / cell.name) if is_finished(sweep, cell) else None,
+    }
+    arguments = [*cell_overrides(sweep, cell), *as_arguments(settings)]
+    with (sweep.folder / LOGS / "timing.log").open("ab") as output:
+        attempt = Attempt(launch_of(sweep, arguments), lambda message: None, output)
+        try:
+            attempt.wait(requests)
+        finally:
+            attempt.kill()
+            outcomes = attempt.close()
+    if requests:
+        return None
+    records = read_records(parent / cell.name)
+    if {outcome.code for outcome in outcomes.values()} != {EXIT_DONE} or len(records) < timing.steps:
+        raise RunError(f"timing of {cell.name}: {attempt.failure(outcomes)}; see {sweep.folder / LOGS / 'timing.log'}")
+    shutil.rmtree(parent)
+    return mean([record["step_seconds"] for record in records[timing.skip_steps :]])

@@ -1,0 +1,192 @@
+"""The sentences of a sweep's report claim what made-up results show, and no more."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.sweep.analysis import measure
+from launch.sweep.cells import Cell
+from launch.sweep.measures import GridMeasures
+from launch.sweep.recommend import recommend
+from launch.sweep.report import write_report
+from launch.sweep.results import Run
+from launch.sweep.spec import Sweep
+from launch.sweep.words import describe_grid
+
+RATES = (0.001, 0.01, 0.1)
+Table = dict[str, dict[float, tuple[float, ...]]]  # arm -> rate -> final loss of each seed
+
+WIN: Table = {
+    "none": {0.001: (5.00, 5.02), 0.01: (5.50, 5.60), 0.1: (math.inf, 6.5)},
+    "quack": {0.001: (5.20, 5.21), 0.01: (4.80, 4.82), 0.1: (4.85, 4.86)},
+}
+
+
+def make_sweep(folder: Path, tiny_config: Path, table: Table) -> Sweep:
+    tree = {
+        "name": "made-up",
+        "dir": str(folder),
+        "base": str(tiny_config),
+        "arms": {"none": {}, "quack": {"qk_control.policy": "quack"}, "norm": {"model.attention.qk_norm": True}},
+        "grids": {"g": {"arms": list(table), "lrs": list(RATES), "seeds": list(range(len(table["none"][0.001])))}},
+    }
+    return Sweep.model_validate(tree)
+
+
+def make_runs(table: Table) -> list[Run]:
+    """Losses fall from 8 to their end in 10 steps, nine tenths of the way in the first three."""
+    return [
+        Run(
+            Cell("g", arm, rate, seed),
+            "diverged" if math.isinf(end) else "finished",
+            start_loss=8.0,
+            train=[(step, 8.0) for step in range(1, 11)],
+            validation=[
+                (step, 100 * step, end + (8 - end) * 0.5 ** (step if step < 10 else 99)) for step in range(1, 11)
+            ],
+            attention=[(5, 3.0, 0.1), (10, 30.0, 0.2)],
+            diverged_at=3 if math.isinf(end) else None,
+        )
+        for arm, by_rate in table.items()
+        for rate, ends in by_rate.items()
+        for seed, end in enumerate(ends)
+    ]
+
+
+def measured(folder: Path, config: Path, table: Table, overhead: float | None = None) -> tuple[Sweep, GridMeasures]:
+    sweep = make_sweep(folder, config, table)
+    rounds = [] if overhead is None else [{"none": 1.0, "quack": 1.0 + overhead}]
+    (grid,) = measure(sweep, make_runs(table), {"g": rounds})
+    return sweep, grid
+
+
+def words(folder: Path, config: Path, table: Table, overhead: float | None = None) -> str:
+    return describe_grid(measured(folder, config, table, overhead)[1])
+
+
+def test_a_win(tmp_path: Path, tiny_config: Path) -> None:
+    table = {**WIN, "none": {**WIN["none"], 0.001: (4.88, 4.90)}}
+    text = words(tmp_path, tiny_config, table, overhead=0.05)
+    assert (
+        "within 0.1 of 4.810, the best of any arm, with every seed): none 0.001; quack 0.1 (at least 100 times)."
+        in text
+    )
+    assert "each seed taken alone gives 100 times none's" in text
+    assert "Best mean final loss of none: 4.890 (seeds 4.880 to 4.900) at 0.001." in text
+    assert (
+        "quack: 4.810 (seeds 4.800 to 4.820) at 0.01, 0.080 lower, and the ranges of the seeds do not overlap" in text
+    )
+    assert "So quack saves seconds" in text
+    assert "Ranges are over 2 seeds, which is no test of significance." in text
+
+
+def test_a_win_in_tokens_may_be_lost_in_seconds(tmp_path: Path, tiny_config: Path) -> None:
+    assert "So quack saves tokens" in words(tmp_path, tiny_config, WIN)
+    text = words(tmp_path, tiny_config, WIN, overhead=3.0)
+    assert "saves" not in text.replace("No arm saves", "")
+    assert "No arm saves seconds: even the soonest, quack, needs more than none." in text
+
+
+def test_a_tie_within_the_spread_of_the_seeds(tmp_path: Path, tiny_config: Path) -> None:
+    table: Table = {
+        "none": {0.001: (5.00, 5.04), 0.01: (5.05, 5.06), 0.1: (6.0, 6.0)},
+        "quack": {0.001: (5.20, 5.21), 0.01: (5.01, 5.02), 0.1: (6.0, 6.0)},
+    }
+    text = words(tmp_path, tiny_config, table, overhead=0.0)
+    assert "not told apart from none's: the ranges of the seeds overlap" in text
+    assert "none 0.01; quack 0.01. " in text and "is the same as none's: no gain is seen" in text
+    assert "times" not in text
+    assert "Only with some seeds got there: quack." in text  # 5.01 is not 5.00
+    assert "saves" not in text
+
+
+def test_a_loss(tmp_path: Path, tiny_config: Path) -> None:
+    table = {"none": WIN["quack"], "quack": WIN["none"]}
+    text = words(tmp_path, tiny_config, table, overhead=0.0)
+    assert "No other arm than none has a usable rate." in text
+    assert "0.200 higher, and the ranges of the seeds do not overlap" in text
+    assert "At no rate got there: quack." in text
+    assert "saves" not in text and "lower" not in text
+
+
+def test_one_seed_proves_nothing(tmp_path: Path, tiny_config: Path) -> None:
+    table = {arm: {rate: ends[:1] for rate, ends in by_rate.items()} for arm, by_rate in WIN.items()}
+    text = words(tmp_path, tiny_config, table)
+    assert "with one seed that may be chance" in text
+    assert "There is one seed, so nothing is known about chance." in text
+    assert "each seed taken alone" not in text and "overlap" not in text
+
+
+def test_a_baseline_without_a_usable_rate_gives_no_factor(tmp_path: Path, tiny_config: Path) -> None:
+    text = words(tmp_path, tiny_config, WIN)
+    assert "none no usable one; quack 0.1." in text
+    assert "none has no usable rate by that measure (its best mean loss is 5.010, at 0.001)" in text
+    assert "times" not in text
+
+
+def test_a_baseline_that_is_usable_to_the_top_has_no_limit(tmp_path: Path, tiny_config: Path) -> None:
+    text = words(tmp_path, tiny_config, {"none": WIN["quack"], "quack": WIN["quack"]})
+    assert "none is usable up to the highest rate tried, so these rates show no limit of it." in text
+    assert "times" not in text
+
+
+def test_everything_diverged(tmp_path: Path, tiny_config: Path) -> None:
+    table = {arm: dict.fromkeys(RATES, (math.inf, math.inf)) for arm in WIN}
+    sweep, grid = measured(tmp_path, tiny_config, table, overhead=0.0)
+    assert describe_grid(grid) == "Every run diverged; there is nothing to compare."
+    assert "none is recommended" in recommend(sweep, grid)
+    write_report(sweep, [grid], make_runs(table))  # without figures
+    assert not list(sweep.folder.glob("report/*.png"))
+
+
+def test_missing_cells_are_told(tmp_path: Path, tiny_config: Path) -> None:
+    sweep = make_sweep(tmp_path, tiny_config, WIN)
+    runs = make_runs(WIN)
+    (grid,) = measure(sweep, [replace(runs[0], state="failed"), *runs[1:]], {})
+    text = describe_grid(grid)
+    assert "Some cells have no result (1 of none); the measures leave them out." in text
+    assert "with every seed that has a result)" in text
+    (grid,) = measure(sweep, [replace(run, state="waiting") for run in runs], {})
+    assert describe_grid(grid) == "No run has ended yet; there is nothing to compare."
+
+
+def test_the_advice_names_rate_alpha_and_margin(tmp_path: Path, tiny_config: Path) -> None:
+    text = recommend(*measured(tmp_path, tiny_config, WIN))
+    assert "g: quack at a base rate of 0.01 with alpha 0.1, final validation loss 4.810." in text
+    assert "the rate may rise 10 times, the highest rate tried" in text
+    assert "Beside none at its best (5.010 at 0.001) that is 0.200 lower." in text
+    advice = yaml.safe_load(text.partition("\n\n")[2])
+    assert advice == {"optim": {"lr": 0.01}, "qk_control": {"policy": "quack", "alpha": 0.1}}
+
+
+def test_the_advice_says_what_is_better_and_where_the_edge_is(tmp_path: Path, tiny_config: Path) -> None:
+    table: Table = {
+        "none": {0.001: (5.00, 5.02), 0.01: (5.50, 5.60), 0.1: (6.5, 6.5)},
+        "quack": {0.001: (4.95, 4.96), 0.01: (4.90, 4.92), 0.1: (6.5, 6.5)},
+        "norm": {0.001: (5.00, 5.00), 0.01: (4.85, 4.86), 0.1: (4.85, 4.95)},
+    }
+    text = recommend(*measured(tmp_path, tiny_config, table))
+    assert "Margin: none on this grid, since the next higher rate is not usable; usable from 0.01 to 0.01" in text
+    assert "Beside norm at its best (4.855 at 0.01) that is 0.055 higher." in text
+
+
+@pytest.mark.parametrize("overhead", [None, 0.1])
+def test_the_report_holds_its_figures_and_results(tmp_path: Path, tiny_config: Path, overhead: float | None) -> None:
+    sweep, grid = measured(tmp_path, tiny_config, WIN, overhead)
+    folder = write_report(sweep, [grid], make_runs(WIN))
+    text, page = (folder / "report.md").read_text(), (folder / "report.html").read_text()
+    assert text.splitlines()[2] == describe_grid(grid)
+    figures = {path.name for path in folder.glob("*.png")}
+    expected = {"g_loss_vs_lr.png", "g_curves.png", "g_logits.png", "g_reach.png"}
+    assert figures == expected | ({"g_overhead.png"} if overhead else set())
+    for name in figures:
+        assert f"({name})" in text and f'src="{name}"' in page
+    rows = (folder / "results.csv").read_text().splitlines()
+    assert len(rows) == 1 + 12
+    (diverged,) = [row for row in rows if row.startswith("g,none,,0.1,0,")]
+    assert diverged.split(",")[6] == "diverged" and diverged.split(",")[10] == ""  # no number stands for a diverged run
