@@ -35,7 +35,9 @@ newest_checkpoint() {
 
 before="$(newest_checkpoint)"
 echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)) on $SLURM_JOB_NODELIST, from ${before:-the beginning}"
-srun --kill-on-bad-exit=1{{srun_options}} {{python}} "$project/train.py" "${arguments[@]}"
+start=(srun --kill-on-bad-exit=1{{srun_options}} {{python}})
+"${start[@]}" -m launch.preflight "${arguments[@]}" || exit
+"${start[@]}" "$project/train.py" "${arguments[@]}"
 code=$?
 
 # srun ends the other tasks when one has left with 75, and may then tell of the signal that it sent them. A rank that

@@ -78,6 +78,7 @@ def test_a_job_is_signalled_queued_again_and_finishes(cluster: Cluster, tiny_con
 
     assert job.is_in("COMPLETED"), job.output
     assert "stopped after a checkpoint; queued again" in job.output
+    assert job.output.count("preflight: 2 ranks on 2 nodes ") == job.output.count("preflight: no problem found") == 2
     assert f"start 2 on n[1-2], from {job.folder}/checkpoints/step_{stopped_at:08d}" in job.output
     assert cluster.job(job.id)["Restarts"] == "1"
     assert (job.folder / "DONE").is_file()

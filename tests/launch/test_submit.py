@@ -55,8 +55,8 @@ def test_the_script_says_everything(tiny_config: Path, tmp_path: Path) -> None:
     first_command = script.index("set -uo pipefail")
     assert all(script.index(line) < first_command for line in directives)  # sbatch reads no further
     assert (
-        "srun --kill-on-bad-exit=1 '--container-image=registry#image:1' --container-mounts=/data:/data,/home "
-        f'--container-workdir={ROOT} python3 "$project/train.py" "${{arguments[@]}}"' in script
+        "start=(srun --kill-on-bad-exit=1 '--container-image=registry#image:1' --container-mounts=/data:/data,/home "
+        f"--container-workdir={ROOT} python3)\n" in script
     )
     assert "{{" not in script
     exports = "".join(line + "\n" for line in script.splitlines() if line.startswith("export") and "=" in line)
@@ -74,7 +74,7 @@ def test_on_cpu_no_gpus_are_asked_for(tiny_config: Path) -> None:
     script = rendered(tiny_config, "--nodes", "1", "--ranks-per-node", "2", "--time", "1-12", "--print")
     assert "--gpus" not in script
     assert "export DS_ACCELERATOR=cpu" in script
-    assert f'srun --kill-on-bad-exit=1 {sys.executable} "$project/train.py"' in script
+    assert f"start=(srun --kill-on-bad-exit=1 {sys.executable})\n" in script
 
 
 @pytest.mark.parametrize("time", ["6", "5:01", "1:00:00", "1-0", "1-00:30", "2-01:02:03"])
