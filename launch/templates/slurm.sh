@@ -55,8 +55,9 @@ elif [ "$(newest_checkpoint)" = "$before" ]; then
     echo "error: stopped before a checkpoint was saved; not queued again, since the next start would end like this" >&2
     exit 75
 fi
-echo "job $SLURM_JOB_ID: stopped after a checkpoint; queued again"
+echo "job $SLURM_JOB_ID: stopped after a checkpoint; it is queued again"
 if scontrol requeue "$SLURM_JOB_ID"; then
-    sleep 600 # SLURM ends this script; where it has ended by itself before, SLURM may take the job for a failed one
+    sleep 600 # until SLURM ends this script
 fi
+echo "error: the job is not queued again; submit it anew to go on" >&2
 exit 75

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -66,9 +67,11 @@ class Cluster:
 
     Attributes:
         environ: of a process that is to use it.
+        folder: of its files.
     """
 
     environ: dict[str, str]
+    folder: Path
 
     def run(self, *command: str) -> str:
         """What one of SLURM's commands prints. Raises AssertionError when it fails."""
@@ -81,6 +84,16 @@ class Cluster:
         words = self.run("scontrol", "--oneliner", "show", "job", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def has_left(self, job_id: str) -> bool:
+        """Whether the script of a start of a job has ended, and its node has told so."""
+        return any(f"[{job_id}.batch] done with job" in log.read_text() for log in self.folder.glob("slurmd.*.log"))
+
+    def explain(self, job_id: str) -> str:
+        """What the daemons have logged of a job, and how it stands."""
+        logs = [path.read_text() for path in sorted(self.folder.glob("*.log"))]
+        lines = [line for log in logs for line in log.splitlines() if re.search(rf"(JobId=|job |\[){job_id}\b", line)]
+        return "\n".join([*sorted(lines), str(self.job(job_id))])
+
 
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[Cluster]:
@@ -90,7 +103,7 @@ def slurm_cluster() -> Iterator[Cluster]:
     folder.chmod(0o755)
     environ = {**environment(), "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
     pid_files = [folder / "munge.pid", folder / "slurmctld.pid", *(folder / f"slurmd.{node}.pid" for node in NODES)]
-    cluster = Cluster(environ)
+    cluster = Cluster(environ, folder)
     try:
         _start_daemons(folder, environ)
         _wait_for_nodes(cluster, folder)
