@@ -34,6 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print_plan(config)
             return EXIT_DONE
+        if options.plan:
+            from launch.fit import print_fit
+
+            print_fit(config, options.gpus, options.gpu_memory)
+            return EXIT_DONE
         train(config, detect_topology(os.environ, options.local_rank))
     except ConfigError as error:
         return fail(EXIT_USAGE, str(error), when=is_main)
@@ -50,6 +55,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key, e.g. optim.lr=1e-3")
     parser.add_argument("--dry-run", action="store_true", help="print what would run, without data or training")
+    parser.add_argument("--plan", action="store_true", help="propose settings that fit --gpus of --gpu-memory each")
+    parser.add_argument("--gpus", metavar="N", help="with --plan: number of GPUs")
+    parser.add_argument("--gpu-memory", metavar="80GB", help="with --plan: memory of a GPU")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args(arguments)
 

@@ -100,6 +100,11 @@ def memory_bytes(
     }
 
 
+def checkpoint_bytes(num_parameters: int, num_muon: int = 0) -> int:
+    """Bytes of a checkpoint: fp32 masters and AdamW's two moments, or Muon's one."""
+    return 12 * num_parameters - 4 * num_muon
+
+
 def _logit_bytes(config: Config) -> float:
     """The fp32 logits of one chunk and their gradient."""
     assert config.data.seq_len is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ class Topology:
         launcher: `torch` (deepspeed and torchrun set the same variables), `slurm` or `plain` (one process).
         rank, world_size: over all nodes.
         local_rank, local_world_size: on this node.
+        node: this node's number.
         master_addr, master_port: where rank 0 listens.
     """
 
@@ -26,6 +28,7 @@ class Topology:
     world_size: int
     local_rank: int
     local_world_size: int
+    node: int
     master_addr: str
     master_port: int
 
@@ -44,37 +47,87 @@ def detect_topology(environ: Mapping[str, str], local_rank_argument: int | None 
     Raises:
         RunError: when the variables are incomplete or contradict each other; it names them.
     """
+    # Only srun sets it, not a batch script or salloc.
+    has_srun = _integer(environ, "SLURM_STEP_NUM_TASKS", default=1) > 1
     if "RANK" in environ or "WORLD_SIZE" in environ:
-        launcher = "torch"
-        topology = Topology(
-            launcher=launcher,
-            rank=_integer(environ, "RANK"),
-            world_size=_integer(environ, "WORLD_SIZE"),
-            local_rank=_integer(environ, "LOCAL_RANK", default=local_rank_argument),
-            local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1),
-            master_addr=_text(environ, "MASTER_ADDR"),
-            master_port=_integer(environ, "MASTER_PORT"),
+        topology = _from_torch_variables(environ, local_rank_argument)
+        if has_srun and not any(name in environ for name in ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")):
+            _check_both(topology, environ)
+        return topology
+    if has_srun:
+        return _from_srun(environ)
+    return Topology("plain", 0, 1, 0, 1, 0, "127.0.0.1", free_port())
+
+
+def _from_torch_variables(environ: Mapping[str, str], local_rank_argument: int | None) -> Topology:
+    rank, world_size = _below(environ, "RANK", "WORLD_SIZE")
+    local_rank = _integer(environ, "LOCAL_RANK", default=local_rank_argument)
+    if "LOCAL_RANK" in environ and local_rank_argument not in (None, -1, local_rank):
+        raise RunError(f"--local_rank={local_rank_argument} contradicts LOCAL_RANK={local_rank}")
+    local_size_name = (
+        "LOCAL_SIZE" if "LOCAL_WORLD_SIZE" not in environ else "LOCAL_WORLD_SIZE"
+    )  # deepspeed's, torchrun's
+    local_world_size = _integer(environ, local_size_name, default=local_rank + 1)
+    if not 0 <= local_rank < local_world_size:
+        raise RunError(
+            f"LOCAL_RANK={local_rank} is not in 0..{local_size_name}-1 with {local_size_name}={local_world_size}"
         )
-        argument_differs = local_rank_argument not in (None, -1, topology.local_rank)
-        if argument_differs and "LOCAL_RANK" in environ:
-            raise RunError(f"--local_rank={local_rank_argument} contradicts LOCAL_RANK={topology.local_rank}")
-    elif _integer(environ, "SLURM_STEP_NUM_TASKS", default=1) > 1:  # only srun sets it, not a batch script or salloc
-        topology = Topology(
-            launcher="slurm",
-            rank=_integer(environ, "SLURM_PROCID"),
-            world_size=_integer(environ, "SLURM_STEP_NUM_TASKS"),
-            local_rank=_integer(environ, "SLURM_LOCALID"),
-            local_world_size=max(
-                1, _integer(environ, "SLURM_STEP_NUM_TASKS") // _integer(environ, "SLURM_STEP_NUM_NODES", default=1)
-            ),
-            master_addr=_text(environ, "MASTER_ADDR"),
-            master_port=_integer(environ, "MASTER_PORT"),
-        )
-    else:
-        topology = Topology("plain", 0, 1, 0, 1, "127.0.0.1", free_port())
-    if not 0 <= topology.rank < topology.world_size:
-        raise RunError(f"RANK={topology.rank} is not in 0..WORLD_SIZE-1 with WORLD_SIZE={topology.world_size}")
-    return topology
+    if local_world_size > world_size:
+        raise RunError(f"{local_size_name}={local_world_size} contradicts WORLD_SIZE={world_size}")
+    if local_rank > rank:
+        raise RunError(f"LOCAL_RANK={local_rank} contradicts RANK={rank}")
+    node = (rank - local_rank) // local_world_size
+    for name, size_name in (("CROSS_RANK", "CROSS_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
+        if name in environ:
+            node, _ = _below(environ, name, size_name)
+    return Topology("torch", rank, world_size, local_rank, local_world_size, node, *_master(environ))
+
+
+def _from_srun(environ: Mapping[str, str]) -> Topology:
+    rank, world_size = _below(environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    local_rank, node = _integer(environ, "SLURM_LOCALID"), _integer(environ, "SLURM_NODEID")
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    text = environ.get(name, "")
+    tasks_per_node = _expand_counts(text)
+    if sum(tasks_per_node) != world_size:
+        raise RunError(f"{name}={text} contradicts SLURM_STEP_NUM_TASKS={world_size}")
+    if not 0 <= node < len(tasks_per_node):
+        raise RunError(f"SLURM_NODEID={node} contradicts {name}={text}")
+    if not 0 <= local_rank < tasks_per_node[node]:
+        raise RunError(f"SLURM_LOCALID={local_rank} contradicts {name}={text} on node {node}")
+    return Topology("slurm", rank, world_size, local_rank, tasks_per_node[node], node, *_master(environ))
+
+
+def _check_both(topology: Topology, environ: Mapping[str, str]) -> None:
+    """Where no launcher runs below srun, someone has set torch's variables: then each task must have its own."""
+    for name, value, slurm_name in (
+        ("RANK", topology.rank, "SLURM_PROCID"),
+        ("WORLD_SIZE", topology.world_size, "SLURM_STEP_NUM_TASKS"),
+        ("LOCAL_RANK", topology.local_rank, "SLURM_LOCALID"),
+    ):
+        if value != _integer(environ, slurm_name):
+            raise RunError(
+                f"{name}={value} contradicts {slurm_name}={environ[slurm_name]}; unset RANK and WORLD_SIZE, "
+                "since srun's variables suffice"
+            )
+
+
+def _expand_counts(text: str) -> list[int]:
+    """`2(x3),1` -> [2, 2, 2, 1]; nothing that can be read as that -> []."""
+    counts: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def _master(environ: Mapping[str, str]) -> tuple[str, int]:
+    port = _integer(environ, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise RunError(f"MASTER_PORT={port} is not a port; expected 1 to 65535")
+    return _text(environ, "MASTER_ADDR"), port
 
 
 def free_port() -> int:
@@ -94,17 +147,33 @@ def threads_per_rank(environ: Mapping[str, str], local_world_size: int) -> int |
 
 def _text(environ: Mapping[str, str], name: str) -> str:
     if not environ.get(name):
-        raise RunError(f"{name} is not set; launchers set it, and under srun export it (with rank 0's host) yourself")
+        raise RunError(_missing(environ, name))
     return environ[name]
 
 
-def _integer(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
-    for name in names:
-        if name in environ:
-            try:
-                return int(environ[name])
-            except ValueError:
-                raise RunError(f"{name}={environ[name]!r} is not a whole number") from None
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if name in environ:
+        try:
+            return int(environ[name])
+        except ValueError:
+            raise RunError(f"{name}={environ[name]!r} is not a whole number") from None
     if default is None or default < 0:
-        raise RunError(f"{names[0]} is not set; the launcher's variables are incomplete")
+        raise RunError(_missing(environ, name))
     return default
+
+
+def _below(environ: Mapping[str, str], name: str, size_name: str) -> tuple[int, int]:
+    """A number and the size that it must be below."""
+    value, size = _integer(environ, name), _integer(environ, size_name)
+    if not 0 <= value < size:
+        raise RunError(f"{name}={value} is not in 0..{size_name}-1 with {size_name}={size}")
+    return value, size
+
+
+def _missing(environ: Mapping[str, str], name: str) -> str:
+    if name.startswith("MASTER_") and "SLURM_PROCID" in environ:
+        return (
+            f"{name} is not set; srun does not set it: export MASTER_ADDR (the first node) and MASTER_PORT, or use "
+            "launch.submit"
+        )
+    return f"{name} is not set; the launcher's variables are incomplete"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch.errors import RunError
-from launch.topology import detect_topology, threads_per_rank
+from launch.topology import Topology, detect_topology, threads_per_rank
 
 TORCHRUN = {
     "RANK": "3",
@@ -14,6 +14,15 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "host-a",
     "MASTER_PORT": "1234",
+}
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "3(x2),2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
 }
 
 
@@ -30,19 +39,27 @@ def test_torchrun_and_deepspeed_agree() -> None:
     assert detect_topology(TORCHRUN).local_world_size == 2
 
 
-def test_srun() -> None:
-    environ = {
-        "SLURM_PROCID": "5",
-        "SLURM_STEP_NUM_TASKS": "8",
-        "SLURM_LOCALID": "1",
-        "SLURM_STEP_NUM_NODES": "2",
-        "MASTER_ADDR": "n1",
-        "MASTER_PORT": "29500",
-    }
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "node", "local_world_size"), [(0, 0, 0, 3), (2, 2, 0, 3), (5, 2, 1, 3), (6, 0, 2, 2)]
+)
+def test_srun(rank: int, local_rank: int, node: int, local_world_size: int) -> None:
+    environ = {**SRUN, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local_rank), "SLURM_NODEID": str(node)}
     topology = detect_topology(environ)
-    assert (topology.rank, topology.world_size, topology.local_rank, topology.local_world_size) == (5, 8, 1, 4)
-    with pytest.raises(RunError, match="MASTER_ADDR is not set"):
-        detect_topology({key: value for key, value in environ.items() if key != "MASTER_ADDR"})
+    assert topology == Topology("slurm", rank, 8, local_rank, local_world_size, node, "n1", 29500)
+
+
+def test_nodes() -> None:
+    assert detect_topology(TORCHRUN).node == 1
+    uneven = {"RANK": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "4"}
+    assert detect_topology({**TORCHRUN, **uneven, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}).node == 1
+    assert detect_topology({}).node == 0
+
+
+def test_a_launcher_below_srun_decides() -> None:
+    """One torchrun for each of two nodes: srun's tasks are the launchers, not the ranks."""
+    agents = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    assert detect_topology({**agents, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}).rank == 3
+    assert detect_topology({**agents, **TORCHRUN, "CROSS_RANK": "1", "CROSS_SIZE": "2"}).world_size == 4
 
 
 def test_a_shell_in_a_slurm_allocation_is_one_rank() -> None:
@@ -54,17 +71,58 @@ def test_a_shell_in_a_slurm_allocation_is_one_rank() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"RANK": "4"}, "RANK=4 is not in"),
+        ({"RANK": "4"}, "RANK=4 is not in 0..WORLD_SIZE-1 with WORLD_SIZE=4"),
         ({"RANK": "x"}, "RANK='x' is not a whole number"),
-        ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
-        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set"),
-        ({"LOCAL_RANK": None}, "LOCAL_RANK is not set"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set; the launcher's variables are incomplete"),
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set; the launcher's variables are incomplete"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port; expected 1 to 65535"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set; the launcher's variables are incomplete"),
+        ({"LOCAL_RANK": None}, "LOCAL_RANK is not set; the launcher's variables are incomplete"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 is not in 0..LOCAL_WORLD_SIZE-1 with LOCAL_WORLD_SIZE=2"),
+        (
+            {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": None, "LOCAL_SIZE": "2"},
+            "LOCAL_RANK=2 is not in 0..LOCAL_SIZE-1 with LOCAL_SIZE=2",
+        ),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 contradicts WORLD_SIZE=4"),
+        ({"RANK": "0"}, "LOCAL_RANK=1 contradicts RANK=0"),
+        ({"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "2"}, "GROUP_RANK=2 is not in 0..GROUP_WORLD_SIZE-1 with"),
+        ({"CROSS_RANK": "2", "CROSS_SIZE": "2"}, "CROSS_RANK=2 is not in 0..CROSS_SIZE-1 with CROSS_SIZE=2"),
+        # Set by hand, and passed on to every task of srun.
+        (SRUN, "RANK=3 contradicts SLURM_PROCID=5; unset RANK and WORLD_SIZE, since srun's variables suffice"),
+        ({**SRUN, "SLURM_PROCID": "3"}, "WORLD_SIZE=4 contradicts SLURM_STEP_NUM_TASKS=8"),
+        ({**SRUN, "SLURM_PROCID": "3", "WORLD_SIZE": "8"}, "LOCAL_RANK=1 contradicts SLURM_LOCALID=2"),
     ],
 )
-def test_incomplete_or_wrong_variables_are_named(change: dict[str, str | None], message: str) -> None:
-    environ = {key: value for key, value in {**TORCHRUN, **change}.items() if value is not None}
-    with pytest.raises(RunError, match=message):
-        detect_topology(environ)
+def test_incomplete_or_contradicting_variables_are_named(change: dict[str, str | None], message: str) -> None:
+    assert message in fault(TORCHRUN, change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set; srun does not set it: export MASTER_ADDR (the first node)"),
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set; srun does not set it"),
+        ({"SLURM_PROCID": None}, "SLURM_PROCID is not set"),
+        ({"SLURM_PROCID": "8"}, "SLURM_PROCID=8 is not in 0..SLURM_STEP_NUM_TASKS-1 with SLURM_STEP_NUM_TASKS=8"),
+        ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS='x' is not a whole number"),
+        ({"SLURM_NODEID": None}, "SLURM_NODEID is not set"),
+        ({"SLURM_NODEID": "3"}, "SLURM_NODEID=3 contradicts SLURM_STEP_TASKS_PER_NODE=3(x2),2"),
+        ({"SLURM_LOCALID": None}, "SLURM_LOCALID is not set"),
+        ({"SLURM_LOCALID": "3"}, "SLURM_LOCALID=3 contradicts SLURM_STEP_TASKS_PER_NODE=3(x2),2 on node 1"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x3)"}, "SLURM_STEP_TASKS_PER_NODE=4(x3) contradicts SLURM_STEP_NUM_TASKS=8"),
+        ({"SLURM_STEP_TASKS_PER_NODE": None}, "SLURM_STEP_TASKS_PER_NODE= contradicts SLURM_STEP_NUM_TASKS=8"),
+    ],
+)
+def test_contradictions_of_srun_are_named(change: dict[str, str | None], message: str) -> None:
+    assert message in fault(SRUN, change)
+
+
+def fault(environ: dict[str, str], change: dict[str, str | None]) -> str:
+    """What is said of an environment with these changes."""
+    changed = {key: value for key, value in {**environ, **change}.items() if value is not None}
+    with pytest.raises(RunError) as raised:
+        detect_topology(changed)
+    return str(raised.value)
 
 
 def test_a_contradicting_local_rank_is_an_error() -> None:

@@ -1,0 +1,295 @@
+"""The preflight names every difference between nodes, here ranks in working copies and configurations of their own."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from data.source import TokenSource
+from launch.errors import RunError
+from launch.node_checks import can_communicate, find_problems, find_reported_problems
+from launch.node_facts import Need, RankFacts, describe_source
+from launch.topology import free_port
+from tests.conftest import ROOT, Finished, environment, finish, launcher_command, python, start, write_shard
+from tests.data.test_source import write_manifest
+
+HOST = socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of one rank: a folder with the project's code, where its relative paths begin."""
+
+    folder: Path
+
+    def write(self, config: dict[str, Any], seed: int = 1) -> None:
+        """Gives the node its configuration, and data by a seed."""
+        (self.folder / "run.yaml").write_text(yaml.safe_dump(config))
+        (self.folder / "shards").mkdir()
+        write_shard(self.folder / "shards/train", seed)
+
+    def fake(self, code: str) -> None:
+        """Code that runs before the preflight does."""
+        (self.folder / "edge").mkdir(exist_ok=True)
+        (self.folder / "edge/sitecustomize.py").write_text(code)
+
+    def fake_version(self, package: str, version: str) -> None:
+        folder = self.folder / f"edge/{package}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> list[Node]:
+    """Three nodes with the same code, and with one shared folder `runs`."""
+    made = []
+    for number in range(3):
+        folder = tmp_path / f"node_{number}"
+        folder.mkdir()
+        for name in ("configs", "data", "launch", "model", "train.py"):
+            (folder / name).symlink_to(ROOT / name)
+        made.append(Node(folder))
+    (tmp_path / "node_0/runs").mkdir()
+    for node in made[1:]:
+        (node.folder / "runs").symlink_to(tmp_path / "node_0/runs")
+    return made
+
+
+@pytest.fixture
+def config(tiny_config: Path) -> dict[str, Any]:
+    """With paths that are relative to a node's folder."""
+    tree: dict[str, Any] = yaml.safe_load(tiny_config.read_text())
+    tree["run"]["dir"] = "runs"
+    tree["data"] = {"sources": [{"path": "shards/train"}]}
+    return tree
+
+
+def start_rank(
+    node: Node, rank: int, world_size: int, port: int, arguments: Sequence[str] = (), **variables: str
+) -> subprocess.Popen[str]:
+    topology = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.preflight", "run.yaml", *arguments],
+        cwd=node.folder,
+        env={**environment(), **topology, **address, **variables, "PYTHONPATH": str(node.folder / "edge")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def preflight(nodes: Sequence[Node], **variables: str) -> list[Finished]:
+    port = free_port()
+    return [
+        finish(one)
+        for one in [start_rank(node, rank, len(nodes), port, **variables) for rank, node in enumerate(nodes)]
+    ]
+
+
+def test_alike_nodes_pass_and_leave_nothing(nodes: list[Node], config: dict[str, Any]) -> None:
+    for node in nodes[:2]:
+        node.write(config)
+    ended = preflight(nodes[:2])
+    assert [one.code for one in ended] == [0, 0], ended
+    assert ended[0].errors == ended[1].errors == ended[1].output == ""
+    lines = ended[0].output.splitlines()
+    assert lines[0] == f"preflight: 2 ranks on 2 nodes ({HOST}), CPU"
+    assert lines[1].startswith("preflight: all-reduce of 4 MB: ") and lines[1].endswith(" GB/s")
+    assert lines[-1].startswith("preflight: no problem found in ")
+    assert list((nodes[0].folder / "runs").iterdir()) == []
+
+
+def test_one_node_differs_in_everything(nodes: list[Node], config: dict[str, Any]) -> None:
+    """All lines at once, each with the node and the remedy."""
+    for node in nodes[:2]:
+        node.write(config)
+    odd = nodes[2]
+    odd.write({**config, "optim": {"lr": 0.1, "warmup_steps": 2}}, seed=3)
+    for name in ("launch", "runs"):
+        (odd.folder / name).unlink()
+    shutil.copytree(ROOT / "launch", odd.folder / "launch", ignore=shutil.ignore_patterns("__pycache__"))
+    with (odd.folder / "launch/plan.py").open("a") as stream:
+        stream.write("# local change\n")
+    (odd.folder / "launch/mine.py").touch()
+    odd.fake_version("numpy", "9.9.9")
+    odd.fake(
+        "import time, collections\n"
+        "now = time.time\n"
+        "time.time = lambda: now() + 100\n"
+        "import psutil\n"
+        "psutil.virtual_memory = lambda: collections.namedtuple('Memory', 'available')(100_000)\n"
+    )
+    first, _, third = preflight(nodes)
+    assert first.code == third.code == 1
+    assert third.errors == first.output == ""
+    there = f"error: node 2 ({HOST}): "
+    versions = [line for line in first.errors.splitlines() if " versions " in line]
+    assert versions[0].startswith(there + f"other versions than node 0 ({HOST}): numpy 9.9.9 instead of ")
+    assert versions[0].endswith("; install the same ones (bash launch/setup.sh)")
+    assert [line for line in first.errors.splitlines() if line not in versions] == [
+        there
+        + f"other source code than node 0 ({HOST}): launch/mine.py, launch/plan.py; bring it to the same revision",
+        there + f"other configuration than node 0 ({HOST}): optim.lr is 0.1 instead of 0.005; use the same file and "
+        "arguments",
+        there + f"other data than node 0 ({HOST}): data.sources.0 (by manifest, or sizes and samples of files); copy "
+        "it again",
+        there + "0.0001 GB of memory are free, and the run needs about 0.000895 GB; end what else uses it, or set a "
+        "higher deepspeed.zero_stage, train.activation_checkpointing or a lower train.micro_batch_size",
+        there + "its clock is 100 s ahead of the others'; synchronise it (chronyd or systemd-timesyncd)",
+        there + f"run.dir: runs is not the folder that node 0 ({HOST}) has under that name; mount the same one on "
+        "every node, or name it by its full path",
+    ]
+
+
+def test_what_is_wrong_on_one_node_alone(nodes: list[Node], config: dict[str, Any]) -> None:
+    """A full disk that is no folder either, data that is not there, a configuration with a fault, and no network."""
+    nodes[0].write({**config, "run": {"dir": "run.yaml/runs", "name": "tiny"}})
+    nodes[0].fake(
+        "import shutil, collections\n"
+        "shutil.disk_usage = lambda path: collections.namedtuple('Usage', 'free')(1_000_000)\n"
+    )
+    nodes[1].write({**config, "run": {"dir": "run.yaml/runs", "name": "tiny"}})
+    shutil.rmtree(nodes[1].folder / "shards")
+    nodes[2].write({**config, "optim": {"lrr": 0.1}})
+    first, *_ = preflight(nodes, GLOO_SOCKET_IFNAME="nowhere")
+    assert first.code == 1
+    assert "Traceback" not in first.errors
+    lines = first.errors.splitlines()
+    assert lines[:3] == [
+        f"error: node 1 ({HOST}): data.sources.0.path: shards/train: neither a folder of shards nor the name "
+        "of a .bin/.idx pair",
+        f"error: node 2 ({HOST}): optim.lrr: unknown key; did you mean optim.lr?",
+        f"error: node 0 ({HOST}): run.dir: 0.001 GB are free, and 3 checkpoints of 0.000444 GB "
+        "(checkpoint.keep_last and the one being written) need 0.00133 GB more; free the disk or choose another "
+        "run.dir",
+    ]
+    assert lines[3] == (
+        f"error: node 0 ({HOST}): run.dir: run.yaml/runs cannot be written: Not a directory; give this user the right "
+        "to write there, or choose another run.dir"
+    )
+    assert lines[4].startswith(
+        f"error: node 0 ({HOST}), node 1 ({HOST}), node 2 ({HOST}): the all-reduce over all ranks fails: "
+    )
+    assert "nowhere" in lines[4]
+    assert len(lines) == 5
+
+
+def test_ranks_that_do_not_meet(nodes: list[Node], config: dict[str, Any]) -> None:
+    """A busy port, a rank that is not there, and a rank 0 that is not there; a launcher's contradiction."""
+    nodes[0].write(config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        busy, free, silent = int(listener.getsockname()[1]), free_port(), free_port()
+        wait = ["--timeout", "2"]
+        busy_rank, alone, lost = (
+            start_rank(nodes[0], 0, 2, busy),
+            start_rank(nodes[0], 0, 2, free, wait),
+            start_rank(nodes[0], 1, 2, silent, wait),
+        )
+        wrong = start_rank(nodes[0], 2, 2, free)
+        ended = [finish(one) for one in (busy_rank, alone, lost, wrong)]
+    assert [one.code for one in ended] == [1, 1, 1, 1]
+    assert [one.errors for one in ended] == [
+        f"error: node 0 ({HOST}): MASTER_PORT={busy} is in use; end what listens there or choose another port\n",
+        "error: rank 1 of 2 did not report within 2 s; see what was printed on their nodes, and whether the "
+        "launcher has started them\n",
+        f"error: node 1 ({HOST}): rank 0 cannot be reached at MASTER_ADDR=127.0.0.1 MASTER_PORT={silent} within "
+        "2 s; see whether it runs, whether the address is its node's, and the firewall\n",
+        "error: RANK=2 is not in 0..WORLD_SIZE-1 with WORLD_SIZE=2\n",
+    ]
+
+
+def test_under_the_launchers(tiny_config: Path) -> None:
+    """torchrun, whose agent listens at the port, deepspeed, and plain Python; without importing DeepSpeed."""
+    processes = []
+    for launcher, module in (("torchrun", "-m"), ("deepspeed", "--module")):
+        command = launcher_command(launcher, 2, "launch.preflight", str(tiny_config))
+        command.insert(command.index("launch.preflight"), module)
+        processes.append(start(command))
+    for process in processes:
+        finished = finish(process)
+        assert finished.code == 0, finished.output + finished.errors
+        assert f"preflight: 2 ranks on 1 node ({HOST}), CPU" in finished.output
+    code = "import sys, launch.preflight as p\nassert not p.main(sys.argv[1:]) and 'deepspeed' not in sys.modules"
+    finished = python("-c", code, tiny_config)
+    assert finished.code == 0, finished.output + finished.errors
+    assert "preflight: 1 rank on 1 node" in finished.output
+
+
+FACTS = RankFacts(rank=0, node=0, host="a", sources={"train.py": "1"}, versions={"torch": "2"}, device="CPU")
+
+
+def on_nodes(*changes: dict[str, Any]) -> list[RankFacts]:
+    """One rank a node, on hosts a, b, …"""
+    return [replace(FACTS, rank=rank, node=rank, host="abcd"[rank], **one) for rank, one in enumerate(changes)]
+
+
+def test_the_odd_one_out_is_named_even_when_it_is_the_first() -> None:
+    odd = {"sources": {f"model/{name}.py": "2" for name in "vwxyz"}}
+    assert find_problems(on_nodes(odd, {}, {})) == [
+        "node 0 (a): other source code than node 1 (b): model/v.py, model/w.py, model/x.py and 3 more; bring it to the "
+        "same revision"
+    ]
+    assert find_problems(on_nodes({}, {}, {})) == []
+
+
+def test_gpus_and_names_that_stand_for_loopback() -> None:
+    gpu = {"device": "NVIDIA H200", "memory": Need(60e9, 1, 0, 20e9)}
+    facts = on_nodes({**gpu, "memory": Need(60e9, 1, 0, 80e9)}, gpu, {"loopback": "127.0.1.1"})
+    assert find_problems(facts) == [
+        "node 2 (c): no GPU is to be seen, while node 0 (a) has one; look at nvidia-smi and CUDA_VISIBLE_DEVICES",
+        "node 1 (b): 20 GB of memory of rank 1's NVIDIA H200 are free, and the run needs about 60 GB; end what else "
+        "uses it, or set a higher deepspeed.zero_stage, train.activation_checkpointing or a lower "
+        "train.micro_batch_size",
+        "node 2 (c): its name stands for 127.0.1.1, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the "
+        "network's interface, or mend /etc/hosts",
+    ]
+    assert not can_communicate(facts)
+    assert can_communicate([FACTS, replace(FACTS, rank=1, loopback="127.0.1.1")])  # one host
+
+
+def test_a_node_that_cannot_write_and_a_network_of_which_a_part_fails() -> None:
+    reports: list[dict[str, Any]] = [
+        {"clock": 10.0},
+        {"clock": 3.0, "folder": "Read-only file system"},
+        {"clock": 10.0},
+    ]
+    reports[0]["network"] = reports[2]["network"] = "no answer within 30 s"
+    assert find_reported_problems(on_nodes({}, {}, {}), reports, "/runs", None) == [
+        "node 1 (b): its clock is 7 s behind the others'; synchronise it (chronyd or systemd-timesyncd)",
+        "node 1 (b): run.dir: /runs cannot be written: Read-only file system; give this user the right to write there, "
+        "or choose another run.dir",
+        "node 0 (a), node 2 (c): the all-reduce over all ranks fails: no answer within 30 s; look at the firewall "
+        "between the nodes, and at NCCL_SOCKET_IFNAME or, on CPU, GLOO_SOCKET_IFNAME",
+    ]
+
+
+def test_a_file_of_another_size_than_the_manifest_says(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard", seed=1)
+    manifest = write_manifest(tmp_path, ["shard"])
+    whole = describe_source("data.sources.0", TokenSource.open(tmp_path))
+    size = (tmp_path / "shard.idx").stat().st_size
+    with (tmp_path / "shard.idx").open("ab") as stream:
+        stream.write(b"x")
+    source = TokenSource(tmp_path, manifest, [])
+    with pytest.raises(RunError) as raised:
+        describe_source("data.sources.0", source)
+    assert str(raised.value) == (
+        f"data.sources.0: {tmp_path}/shard.idx has {size + 1:,} bytes, and {size:,} by its manifest; "
+        "copy the data again"
+    )
+    write_shard(tmp_path / "shard", seed=2)
+    write_manifest(tmp_path, ["shard"])
+    assert describe_source("data.sources.0", TokenSource.open(tmp_path)) != whole

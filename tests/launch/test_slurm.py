@@ -1,0 +1,125 @@
+"""Jobs of `launch.submit` in a real SLURM: signalled, queued again, resumed, finished; cancelled; failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, Finished, finish, launcher_command, read_metrics, start
+from tests.launch.slurm_cluster import Cluster, slurm_cluster, why_not
+from tests.launch.supervised import wait_for_steps, wait_until
+
+STEPS = ("train.steps=200", "validation.every_steps=100")
+ENDLESS = ("train.steps=100000",)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes of one CPU rank each."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with slurm_cluster() as running:
+        yield running
+
+
+class Submitted:
+    """A job of `launch.submit`, on two nodes with one rank each."""
+
+    def __init__(self, cluster: Cluster, config: Path, folder: Path, *overrides: str) -> None:
+        self._cluster = cluster
+        self.folder = folder
+        options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "10", "--cpus-per-rank", "1"]
+        finished = submit(cluster, config, f"run.dir={folder.parent}", f"run.name={folder.name}", *overrides, *options)
+        assert finished.code == 0, finished.errors
+        self.id = finished.output.strip()
+        self.ranks = folder.parent / f"{folder.name}-ranks-{self.id}"
+
+    @property
+    def output(self) -> str:
+        path = self.folder.parent / f"{self.folder.name}-slurm-{self.id}.out"
+        return path.read_text() if path.exists() else ""
+
+    def is_in(self, *states: str) -> bool:
+        return self._cluster.job(self.id)["JobState"] in states
+
+    def wait_for(self, *states: str) -> None:
+        wait_until(lambda: self.is_in(*states), f"{states} of job {self.id}: {self.output}")
+
+
+def submit(cluster: Cluster, config: Path, *arguments: str) -> Finished:
+    """`launch.submit` in the environment of the cluster."""
+    command = [sys.executable, "-m", "launch.submit", str(config), *arguments]
+    ended = subprocess.run(command, cwd=ROOT, env=cluster.environ, capture_output=True, text=True, check=False)
+    return Finished(ended.returncode, ended.stdout, ended.stderr)
+
+
+def test_a_job_is_signalled_queued_again_and_finishes(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
+    """The losses are those of a run without interruption; the folder's name has a blank in it."""
+    command = launcher_command("torchrun", 2, "train.py", str(tiny_config), *STEPS)
+    finished = finish(start(command))
+    assert finished.code == 0, finished.output + finished.errors
+
+    job = Submitted(cluster, tiny_config, tmp_path / "my runs/queued", *STEPS)
+    wait_for_steps(None, job.folder, 20)
+    cluster.run("scancel", "--signal=USR1", job.id)
+    job.wait_for("PENDING")
+    stopped_at = len(read_metrics(job.folder))
+    assert 20 <= stopped_at < 200
+    assert [path.name for path in (job.folder / "checkpoints").iterdir()] == [f"step_{stopped_at:08d}"]
+    # A node refuses credentials from before the end of the first start, in whole seconds; SLURM would wait for longer.
+    wait_until(lambda: cluster.has_left(job.id), "the end of the first start")
+    cluster.run("scontrol", "update", f"JobId={job.id}", "StartTime=now+2")
+    job.wait_for("COMPLETED", "FAILED")
+
+    assert job.is_in("COMPLETED"), job.output + cluster.explain(job.id)
+    assert "stopped after a checkpoint; it is queued again" in job.output
+    assert job.output.count("preflight: 2 ranks on 2 nodes ") == job.output.count("preflight: no problem found") == 2
+    assert f"start 2 on n[1-2], from {job.folder}/checkpoints/step_{stopped_at:08d}" in job.output
+    assert cluster.job(job.id)["Restarts"] == "1"
+    assert (job.folder / "DONE").is_file()
+    assert not job.ranks.exists()
+    losses = [record["loss"] for record in read_metrics(job.folder)]
+    assert losses == [record["loss"] for record in read_metrics(tmp_path / "runs/tiny")]
+
+
+def test_a_killed_rank_fails_the_job(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
+    job = Submitted(cluster, tiny_config, tmp_path / "runs/killed", *ENDLESS)
+    wait_for_steps(None, job.folder, 1)
+    os.kill(int((job.ranks / "1.pid").read_text()), signal.SIGKILL)
+    job.wait_for("FAILED", "COMPLETED", "PENDING")
+    assert job.is_in("FAILED"), job.output + cluster.explain(job.id)
+    assert "Exited with exit code 75" not in job.output
+    assert cluster.job(job.id)["Restarts"] == "0"
+
+
+def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
+    """A job that is signalled before its first step would go round for ever; one that is cancelled stays so."""
+    job = Submitted(cluster, tiny_config, tmp_path / "runs/early", *ENDLESS)
+    wait_until(lambda: len(list(job.ranks.glob("*.pid"))) == 2, "two ranks")
+    cluster.run("scancel", "--signal=USR1", job.id)
+    job.wait_for("FAILED", "COMPLETED", "PENDING")
+    assert cluster.job(job.id)["ExitCode"] == "75:0"
+    assert "not queued again" in job.output
+
+    job = Submitted(cluster, tiny_config, tmp_path / "runs/cancelled", *ENDLESS)
+    wait_for_steps(None, job.folder, 1)
+    cluster.run("scancel", job.id)
+    job.wait_for("CANCELLED", "FAILED", "COMPLETED", "PENDING")
+    assert job.is_in("CANCELLED")
+    assert "is queued again" not in job.output
+    assert not job.ranks.exists()
+
+
+def test_what_slurm_refuses_is_one_line(cluster: Cluster, tiny_config: Path) -> None:
+    options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "10", "--partition", "nowhere"]
+    finished = submit(cluster, tiny_config, *options)
+    assert finished.code == 1
+    assert finished.errors.startswith("error: sbatch refuses the job: invalid partition specified: nowhere")
+    assert finished.errors.count("\n") == 1
