@@ -15,7 +15,7 @@ from configs.load import load_config
 from configs.schema import Config
 from data.errors import DataError
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, RunError, SharedError
-from launch.lifeline import RankOutcome, announce_rank, find_guardians, report_outcome
+from launch.lifeline import RankOutcome, announce_rank, find_guardians, rank_text, report_outcome
 from launch.stop import StopRequest
 from launch.topology import Topology, detect_topology
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 finished, 75 stopped on request after a checkpoint, 1 failed, 2 wrong usage."""
     options = parse_arguments(arguments)
-    is_main = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    is_main = rank_text(os.environ) == "0"
     try:
         config = load_config(options.config, options.overrides)
         if options.dry_run:
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SharedError as error:
         return fail(EXIT_FAILURE, str(error), when=is_main)
     except (RunError, DataError, OSError) as error:
-        return fail(EXIT_FAILURE, f"rank {os.environ.get('RANK', '0')}: {error}")
+        return fail(EXIT_FAILURE, f"rank {rank_text(os.environ)}: {error}")
     except KeyboardInterrupt:
         return fail(EXIT_FAILURE, "interrupted; the run can go on from its last checkpoint", when=is_main)
 

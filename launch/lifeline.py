@@ -104,5 +104,10 @@ def _is_deepspeed_runner(process: psutil.Process) -> bool:
     return "deepspeed.launcher.runner" in words or any(Path(word).name in _DEEPSPEED_RUNNERS for word in words)
 
 
+def rank_text(environ: Mapping[str, str]) -> str:
+    """This process' rank as its launcher put it, before anything is checked; "0" without one."""
+    return environ.get("RANK", environ.get("SLURM_PROCID", "0"))
+
+
 def _rank(environ: Mapping[str, str]) -> int:
-    return int(environ.get("RANK", environ.get("SLURM_PROCID", "0")))
+    return int(rank_text(environ))

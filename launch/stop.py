@@ -17,7 +17,7 @@ from typing import NoReturn
 import psutil
 
 from launch.errors import EXIT_FAILURE, EXIT_STOPPED
-from launch.lifeline import RankOutcome, is_alive, report_outcome
+from launch.lifeline import RankOutcome, is_alive, rank_text, report_outcome
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class StopRequest:
 def _end(outcome: RankOutcome) -> NoReturn:
     """Ends the process at once, from any thread."""
     report_outcome(outcome)
-    if os.environ.get("RANK", "0") == "0":
+    if rank_text(os.environ) == "0":
         with contextlib.suppress(OSError):
             os.write(2, f"{outcome.reason}\n".encode())
     os._exit(outcome.code)
