@@ -112,7 +112,7 @@ def run(config: Config, topology: Topology, device: torch.device, stop: StopRequ
         if is_finished(folder, config):
             return EXIT_DONE
         geometry = batch_geometry(config, topology.world_size)
-        announce(config, data, geometry, topology, device)
+        announce(config, data.skipping(start.skipped), geometry, topology, device)
         rollbacks: Counter[Path | None] = Counter()
         while True:
             model = build_model(config, topology, device)

@@ -35,10 +35,12 @@ def fingerprint_file(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the names inside a folder, survive a power loss."""
+    """Make a file's content, or the names inside a folder, survive a power loss. Raises OSError with the path."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(descriptor)
 

@@ -34,6 +34,10 @@ class SkippedSamples:
         """These and one more range."""
         return self.of([*self.ranges, (first, stop)])
 
+    def samples_before(self, place: int) -> int:
+        """How many samples of the run come from places before this one."""
+        return place - sum(min(stop, place) - first for first, stop in self.ranges if first < place)
+
     def places(self, samples: np.ndarray) -> np.ndarray:
         """The places in the order of samples of the run: int64, of the same shape."""
         samples = np.asarray(samples, np.int64)

@@ -78,7 +78,7 @@ def step_record(
         "data_seconds": max(report.data_seconds),
         "forward_seconds": {"min": min(report.forward_seconds), "max": max(report.forward_seconds)},
         "slowest_rank": slowest_rank(report.forward_seconds),
-        **_control_record(report),
+        **(_control_record(report) if report.step_applied else {}),
         **(attention_record(report.attention) if report.attention else {}),
     }
 

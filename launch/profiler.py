@@ -50,16 +50,26 @@ class StepProfiler:
         if step + 1 < self._config.start_step + self._config.steps:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._profiler.stop()
+        profiler = self._profiler
+        profiler.stop()
         trace = self._folder / f"rank_{self._rank}.{self._config.start_step}.pt.trace.json"
-        self._profiler.export_chrome_trace(str(trace))
+        profiler.export_chrome_trace(str(trace))
         if self._device.type == "cuda":
             snapshot = self._folder / f"memory_rank_{self._rank}.pickle"
             torch.cuda.memory._dump_snapshot(str(snapshot))
-            torch.cuda.memory._record_memory_history(enabled=None)
         else:
             snapshot = self._folder / f"memory_rank_{self._rank}.txt"
-            table = self._profiler.key_averages().table("self_cpu_memory_usage", row_limit=MAX_TABLE_ROWS)
+            table = profiler.key_averages().table("self_cpu_memory_usage", row_limit=MAX_TABLE_ROWS)
             snapshot.write_text(table, encoding="utf-8")
-        self._profiler = None
+        self.close()
         log.info("profile of %d steps: %s and %s", self._config.steps, trace, snapshot)
+
+    def close(self) -> None:
+        """Stops what is still recording; nothing is written any more."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        if torch.autograd._profiler_enabled():
+            profiler.stop()
+        if self._device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)

@@ -31,7 +31,6 @@ class Rule(Protocol):
 
         Args:
             step: finished optimizer steps.
-            rate_multiplier: the base rate of this step relative to its peak.
         """
 
     def state(self) -> dict[str, Any]:

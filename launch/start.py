@@ -98,7 +98,7 @@ def roll_back(
     topology: Topology,
     taken: Counter[Path | None],
 ) -> Start:
-    """The last checkpoint of this run that verifies, or where it began if there is none. Collective.
+    """The last checkpoint of this run that verifies, or the run's beginning before the first. Collective.
 
     The samples from there to the bad step, this included, are left out from now on.
 
@@ -107,13 +107,18 @@ def roll_back(
         taken: how often the run has gone back to each checkpoint; counted up.
 
     Raises:
-        SharedError: it has gone back to the same one too often.
+        SharedError: all are damaged, or it has gone back to the same one too often.
     """
     gc.collect()  # the engine that was given up; its memory is needed for the next one
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     candidates = on_main_rank(lambda: _own_checkpoints(first_start, folder))
     checkpoint = newest_good(candidates, topology.rank, topology.world_size)
+    begins_again = checkpoint is None and not candidates and first_start.state is None
+    if begins_again and first_start.checkpoint is not None:
+        begins_again = newest_good([first_start.checkpoint], topology.rank, topology.world_size) is not None
+    if checkpoint is None and not begins_again:
+        raise SharedError(f"{rollback.reason}; there is no undamaged checkpoint to go back to")
     where = checkpoint or "the start of the run"
     if taken[checkpoint] == config.train.max_rollbacks:
         raise SharedError(
@@ -144,7 +149,7 @@ def _own_checkpoints(first_start: Start, folder: RunFolder) -> list[Path]:
     if first_start.state is None:
         return [path for _, path in saved]
     assert first_start.checkpoint is not None
-    if first_start.checkpoint in [path for _, path in saved]:
+    if first_start.checkpoint.resolve().parent == folder.checkpoints.resolve():
         return [path for _, path in saved]
     return [*(path for step, path in saved if step > first_start.step), first_start.checkpoint]
 

@@ -154,6 +154,7 @@ class Trainer:
         except _GoBack as bad:
             return Rollback(bad.pending.step, bad.pending.consumed_samples, self._data.order.skipped, str(bad))
         finally:
+            profiler.close()
             loader.close()
             recorder.close()
 

@@ -240,10 +240,11 @@ def describe_data(data: TrainingData, config: Config) -> list[str]:
         shares = ", ".join(
             f"{data.sources[source].name} {counts[source] / counts.sum():.1%}" for source in phase.sources
         )
-        reached = "" if phase.first_sample < num_samples else ", which the run does not reach"
+        first_sample = data.order.skipped.samples_before(phase.first_sample)
+        reached = "" if first_sample < num_samples else ", which the run does not reach"
         lines.append(
             f"data phase {number}, from token {phase.first_sample * seq_len:,} "
-            f"(step {phase.first_sample // samples_per_step:,}){reached}: {shares}"
+            f"(step {first_sample // samples_per_step:,}){reached}: {shares}"
         )
     for name, source in data.val_sources.items():
         lines.append(f"validation {name}: {source.num_tokens:,} tokens")

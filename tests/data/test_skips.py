@@ -21,6 +21,8 @@ def test_places_are_those_that_no_range_holds(ranges: list[list[int]]) -> None:
     expected = kept_places(ranges)
     assert skipped.places(np.arange(len(expected))).tolist() == expected
     assert SkippedSamples.of(skipped.ranges) == skipped
+    for place in (0, 1, 17, 60, 121, NUM_PLACES):
+        assert skipped.samples_before(place) == sum(kept < place for kept in expected)
     edges = [edge for both in skipped.ranges for edge in both]
     assert edges == sorted(set(edges))
 

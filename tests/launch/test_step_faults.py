@@ -164,9 +164,11 @@ def test_bad_steps_stop_skip_or_go_back(tiny_config: Path, tmp_path: Path, run_c
     path = tmp_path / "step_00000005"
     shutil.copytree(elsewhere, path)
     shutil.copytree(runs / "stop/checkpoints/step_00000004", runs / "branch/checkpoints/step_00000004")
+    # A profile is cut off by a rollback and does not go on behind it.
+    profiled = case("profiled", *at(1, "fp32"), *back, "train.profile={start_step: 3, steps: 10}")
     branch = case("branch", *at(1, "bf16"), *back, f"run.resume={path}", "optim.weight_decay=0.05")
     changed = case("changed", *at(1, "bf16"), f"run.resume={path}", "optim.weight_decay=0.05", "train.stop_step=6")
-    assert run_cases(2, [*resumed, branch, changed]) == [[0] * (len(resumed) + 2)] * 2
+    assert run_cases(2, [*resumed, branch, changed, profiled]) == [[0] * (len(resumed) + 3)] * 2
     for _, (name, *_) in backs:
         run = runs / name.removeprefix("run.name=")
         assert losses(run) == losses(run.with_name(f"{run.name}_resumed")), run

@@ -90,6 +90,8 @@ def main(cases_path: str) -> None:
         try:
             outcomes.append(run(config, topology, device))
             differing = differing_copies()
+            if torch.autograd._profiler_enabled():
+                outcomes[-1] = "a profiler is still running"
             if num_kept_models():
                 outcomes[-1] = f"{num_kept_models()} models that the run has given up are still in memory"
             if differing:
