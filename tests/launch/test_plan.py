@@ -13,7 +13,7 @@ from model.gpt import GPT
 from model.initialisation import initialise
 from tests.conftest import ROOT, python
 
-CONFIGS = sorted((ROOT / "configs").glob("**/*.yaml"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 MILLION = 1e6
 
 
