@@ -370,7 +370,7 @@ def test_memory_stays_below_the_models_size(tmp_path: Path) -> None:
         return 1024 * int(re.findall(r"VmHWM:\s*(\d+) kB", finished.output)[0])
 
     save_model(make_model(), tmp_path / "small", num_ranks=2)
-    save_model(make_model(vocab_size=65_536, dim=256, num_layers=4, ffn_dim=2048), tmp_path / "large", num_ranks=2)
+    save_model(make_model(vocab_size=16_384, dim=512, num_layers=8, ffn_dim=1536), tmp_path / "large", num_ranks=2)
     growth = min(peak_bytes("large", number) for number in (0, 1)) - peak_bytes("small", 0)
     weights = sum(path.stat().st_size for path in (tmp_path / "out_large_0").glob("*.safetensors"))
     assert weights > 80e6
