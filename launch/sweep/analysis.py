@@ -31,7 +31,7 @@ def pilot_scores(sweep: Sweep, runs: Sequence[Run]) -> dict[tuple[str, str], dic
     """(grid, arm) -> alpha -> score, of the pilots whose cells have all ended."""
     scores: dict[tuple[str, str], dict[float, float]] = {}
     for name, grid in sweep.grids.items():
-        for arm in grid.pilot.arms if grid.pilot else ():
+        for arm in grid.pilot.alphas if grid.pilot else ():
             mine = [run for run in runs if run.cell.is_pilot and (run.cell.grid, run.cell.arm) == (name, arm)]
             losses = {run.cell: run.final_loss for run in mine}
             if not mine or None in losses.values():

@@ -51,12 +51,12 @@ def expand(sweep: Sweep) -> list[Cell]:
     """All cells: those of pilots first, then the grids', seed by seed and rate by rate."""
     pilots, cells = [], []
     for name, grid in sweep.grids.items():
-        piloted = grid.pilot.arms if grid.pilot else ()
+        piloted = grid.pilot.alphas if grid.pilot else {}
         if grid.pilot:
             pilots += [
                 Cell(name, arm, lr, grid.pilot.seed, alpha, is_pilot=True)
-                for arm in piloted
-                for alpha in grid.pilot.alphas
+                for arm, alphas in piloted.items()
+                for alpha in alphas
                 for lr in grid.pilot.lrs
             ]
         cells += [
@@ -151,7 +151,7 @@ def folder_problems(folder: Path, config: Config) -> list[str]:
 
 def _with_any_alpha(sweep: Sweep, cell: Cell) -> Cell:
     pilot = sweep.grids[cell.grid].pilot
-    return replace(cell, alpha=pilot.alphas[0]) if pilot and cell.waits_for_pilot else cell
+    return replace(cell, alpha=pilot.alphas[cell.arm][0]) if pilot and cell.waits_for_pilot else cell
 
 
 def _shared_names(sweep: Sweep, cells: Sequence[Cell]) -> Iterator[str]:

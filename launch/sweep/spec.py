@@ -33,8 +33,7 @@ OWNED_KEYS = {
 class Pilot(Section):
     """Which alpha an arm gets in its grid: the one with the lowest mean final loss over these rates, with one seed."""
 
-    arms: Names = Field(description="arms whose qk_control.alpha is chosen")
-    alphas: Rates = Field(description="candidates")
+    alphas: dict[Name, Rates] = Field(min_length=1, description="arm -> candidates for its qk_control.alpha")
     lrs: Rates = Field(description="learning rates over which the final losses are averaged")
     seed: int = Field(0, ge=0, description="the pilot's seed; cells that the grid has too are run once")
 
@@ -140,7 +139,7 @@ def _find_problems(sweep: Sweep) -> Iterator[str]:
         if sweep.baseline not in arms:
             yield f"grids.{name}: has no arm {sweep.baseline!r}, the baseline; its arms: {', '.join(arms)}"
         if grid.pilot is not None:
-            yield from _unknown_arms(f"grids.{name}.pilot.arms", grid.pilot.arms, arms)
+            yield from _unknown_arms(f"grids.{name}.pilot.alphas", tuple(grid.pilot.alphas), arms)
     timing = sweep.timing
     if timing is not None:
         if timing.skip_steps >= timing.steps:

@@ -180,7 +180,7 @@ def test_faults_between_the_keys_of_a_file(write_sweep: WriteSweep) -> None:
         arms={"quack": {"run.seed": 3}, "constant": {}},
         grids={
             "g": {"lrs": [0.1], "seeds": [0], "arms": ["quack", "quick"]},
-            "h": {"lrs": [0.1], "seeds": [0], "pilot": {"arms": ["none"], "alphas": [0.1], "lrs": [0.1]}},
+            "h": {"lrs": [0.1], "seeds": [0], "pilot": {"alphas": {"none": [0.1]}, "lrs": [0.1]}},
         },
         overrides={"optim": {"lr": 0.1}},
         timing={"steps": 5, "skip_steps": 5, "grids": ["i"]},
@@ -190,7 +190,7 @@ def test_faults_between_the_keys_of_a_file(write_sweep: WriteSweep) -> None:
         "grids.g.arms: 'quick' is not an arm; known: quack, constant",
         "grids.g: has no arm 'none', the baseline; its arms: quack, quick",
         "grids.h: has no arm 'none', the baseline; its arms: quack, constant",
-        "grids.h.pilot.arms: 'none' is not an arm; known: quack, constant",
+        "grids.h.pilot.alphas: 'none' is not an arm; known: quack, constant",
         "timing.skip_steps: 5 is not below timing.steps=5",
         "timing.grids: 'i' is not a grid; known: g, h",
         "overrides.optim.lr: cannot be set here; it comes from the grid's lrs",
@@ -233,7 +233,7 @@ def test_pilots_come_first_and_share_their_cells_with_the_grid(write_sweep: Writ
     grid = {
         "lrs": [0.01, 0.1],
         "seeds": [0, 1],
-        "pilot": {"arms": ["quack"], "alphas": [0.1, 0.3], "lrs": [0.1]},
+        "pilot": {"alphas": {"quack": [0.1, 0.3]}, "lrs": [0.1]},
     }
     path = write_sweep(grids={"g": grid})
     sweep = load_sweep(path)
@@ -283,7 +283,7 @@ def test_the_table_has_a_line_for_each_arm() -> None:
 
 
 def test_the_slurm_script_is_a_script_that_runs_one_cell(write_sweep: WriteSweep, tmp_path: Path) -> None:
-    pilot = {"arms": ["quack"], "alphas": [0.1, 0.3], "lrs": [0.1]}
+    pilot = {"alphas": {"quack": [0.1, 0.3]}, "lrs": [0.1]}
     path = write_sweep(
         grids={"g": {"lrs": [0.1], "seeds": [0, 1], "pilot": pilot}},
         slurm={"options": ["--gpus-per-node=8"], "setup": "export WHERE=here", "max_running": 3},

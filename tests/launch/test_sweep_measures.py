@@ -181,7 +181,7 @@ def test_the_pilot_takes_the_alpha_with_the_lowest_mean_once_it_is_complete() ->
         "g": {
             "lrs": [0.01],
             "seeds": [0],
-            "pilot": {"arms": ["quack"], "alphas": [0.1, 0.3], "lrs": [0.01, 0.1]},
+            "pilot": {"alphas": {"quack": [0.1, 0.3]}, "lrs": [0.01, 0.1]},
         }
     }
     sweep = make_sweep(grids=grids)
