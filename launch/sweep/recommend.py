@@ -93,7 +93,7 @@ def _alpha_margin(grid: GridMeasures, arm: ArmMeasures) -> list[str]:
 def _beside_others(grid: GridMeasures, chosen: ArmMeasures) -> list[str]:
     others = {arm.arm: arm for arm in (grid.arms[grid.baseline], grid.best_arm) if arm.arm != chosen.arm}
     return [
-        f"Its loss is {compare(chosen, arm)} ({arm.best_mean:.3f} at {arm.best_rate:g})."
+        f"Beside {arm.arm} at its best, {arm.best_mean:.3f} at {arm.best_rate:g}, its loss is {compare(chosen, arm)}."
         for arm in others.values()
         if arm.best_rate is not None
     ]

@@ -6,11 +6,14 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from launch.sweep.analysis import measure
 from launch.sweep.cells import Cell
+from launch.sweep.figures import draw_losses
 from launch.sweep.measures import GridMeasures
 from launch.sweep.recommend import recommend
 from launch.sweep.report import write_report
@@ -206,7 +209,7 @@ def test_the_advice_names_rate_alpha_and_margin(tmp_path: Path, tiny_config: Pat
     text = recommend(*measured(tmp_path, tiny_config, WIN))
     assert "g: quack at a base rate of 0.01 with alpha 0.1, final validation loss 4.810." in text
     assert "the rate may rise 10 times, the highest rate tried" in text
-    assert "Its loss is 0.200 lower than none's, and the ranges of the seeds do not overlap (5.010 at 0.001)." in text
+    assert "Beside none at its best, 5.010 at 0.001, its loss is 0.200 lower than none's, and the ranges" in text
     advice = yaml.safe_load(text.partition("\n\n")[2])
     assert advice == {"optim": {"lr": 0.01}, "qk_control": {"policy": "quack", "alpha": 0.1}}
 
@@ -219,7 +222,7 @@ def test_the_advice_says_what_is_better_and_where_the_edge_is(tmp_path: Path, ti
     }
     text = recommend(*measured(tmp_path, tiny_config, table))
     assert "Margin: none on this grid, since the next higher rate is not usable; usable from 0.01 to 0.01" in text
-    assert "Its loss is 0.055 higher than norm's, and the ranges of the seeds do not overlap (4.855 at 0.01)." in text
+    assert "Beside norm at its best, 4.855 at 0.01, its loss is 0.055 higher than norm's, and the ranges" in text
 
 
 def test_the_advice_holds_every_key_of_the_arm(tmp_path: Path, tiny_config: Path) -> None:
@@ -235,6 +238,18 @@ def test_the_advice_holds_every_key_of_the_arm(tmp_path: Path, tiny_config: Path
         "optim": {"lr": 0.01},
         "qk_control": {"policy": "quack", "alpha": 0.1},
     }
+
+
+def test_no_line_is_drawn_across_a_rate_without_a_mean(tmp_path: Path, tiny_config: Path) -> None:
+    table: Table = {**WIN, "none": {0.001: (5.0, 5.0), 0.01: (math.inf, 5.0), 0.1: (5.1, 5.1)}}
+    _, grid = measured(tmp_path, tiny_config, table)
+    figure = Figure()
+    draw_losses(figure, grid)
+    lines = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
+    heights = np.asarray(lines["none"].get_ydata())
+    assert np.isnan(heights).tolist() == [False, True, False]
+    low, high = figure.axes[0].get_ylim()
+    assert low < min(4.8, grid.limit) and high > grid.limit
 
 
 @pytest.mark.parametrize("overhead", [None, 0.1])
