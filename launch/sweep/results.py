@@ -19,7 +19,7 @@ class Run:
 
     Attributes:
         start_loss: training loss of the first step, before any update; nan without records.
-        train: (step, loss) of every step.
+        train: (step, tokens so far, loss) of every step.
         validation: (step, tokens, loss).
         attention: (step, largest logit, mean |Δlogit| of the step) where it was measured.
         diverged_at: step.
@@ -29,7 +29,7 @@ class Run:
     cell: Cell
     state: State
     start_loss: float = math.nan
-    train: list[tuple[int, float]] = field(default_factory=list)
+    train: list[tuple[int, int, float]] = field(default_factory=list)
     validation: list[tuple[int, int, float]] = field(default_factory=list)
     attention: list[tuple[int, float, float]] = field(default_factory=list)
     diverged_at: int | None = None
@@ -54,7 +54,7 @@ def read_run(sweep: Sweep, cell: Cell) -> Run:
         cell,
         state,
         start_loss=loss_of(records[0]),
-        train=[(record["step"], loss_of(record)) for record in records],
+        train=[(record["step"], record["tokens"], loss_of(record)) for record in records],
         validation=[
             (record["step"], record["tokens"], _number(record["val_loss"]))
             for record in records

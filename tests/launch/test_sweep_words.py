@@ -48,7 +48,7 @@ def make_runs(table: Table) -> list[Run]:
             Cell("g", arm, rate, seed),
             "diverged" if math.isinf(end) else "finished",
             start_loss=8.0,
-            train=[(step, 8.0) for step in range(1, 11)],
+            train=[(step, 100 * step, 8.0) for step in range(1, 11)],
             validation=[
                 (step, 100 * step, end + (8 - end) * 0.5 ** (step if step < 10 else 99)) for step in range(1, 11)
             ],
