@@ -139,8 +139,12 @@ def test_a_cell_that_fails_twice_is_listed_and_one_that_worsens_is_stopped(
         overrides={"train.steps": 100_000, "optim": {"grad_clip": 0.0, "warmup_steps": 200}},
         divergence={"window": 4, "margin": 0.25},
     )
-    finished = python("-m", "launch.sweep", path, "--processes", "2")
+    process = start(sweep_command(path, "--processes", "2"))
+    wait_for_steps(process, tmp_path / "runs/sweep/small-none-lr0.5-s0", 1)
+    psutil.Process(rank_below(process, "small-none-lr0.5-s0").ppid()).kill()  # the process of the cell itself
+    finished = finish(process)
     assert finished.code == 1, finished.output + finished.errors
+    assert "small-none-lr0.5-s0: its process was killed by signal 9; it is tried once more" in finished.output
     (line,) = finished.errors.splitlines()
     assert line.startswith("error: small-broken-lr0.5-s0: ") and "/nowhere/tokenizer.model" in line
     log = (tmp_path / "runs/sweep/logs/small-broken-lr0.5-s0.log").read_text()
