@@ -126,7 +126,7 @@ def _measure_arm(
     per_seed = {seed: _of_seed(losses, seed) for seed in seeds}
     return ArmMeasures(
         arm=arm,
-        alpha=next((run.cell.alpha for run in runs), None),
+        alpha=next((alpha for run in runs for alpha in (run.cell.alpha, run.alpha) if alpha is not None), None),
         losses=losses,
         best_rate=best,
         best_losses=best_losses,

@@ -114,6 +114,7 @@ class ArmMeasures:
     """All measures of one arm in one grid.
 
     Attributes:
+        alpha: of its query/key policy, from the pilot or its own; None without a policy.
         best_rate, best_losses: the rate with the lowest mean, and the final loss of each seed there.
         usable: the usable rates, ascending: all seeds within the tolerance of the grid's best.
         highest_by_seed: the highest rate that is usable by this seed alone.

@@ -192,11 +192,12 @@ def results_csv(sweep: Sweep, runs: Sequence[Run]) -> str:
     )
     for run in runs:
         cell = run.cell
+        alpha = run.alpha if cell.alpha is None else cell.alpha
         losses = [loss for _, _, loss in run.validation]
         logits = [logit for _, logit, _ in run.attention]
         writer.writerow(
             [
-                *(cell.grid, cell.arm, "" if cell.alpha is None else f"{cell.alpha:g}", f"{cell.lr:g}", cell.seed),
+                *(cell.grid, cell.arm, "" if alpha is None else f"{alpha:g}", f"{cell.lr:g}", cell.seed),
                 *("yes" if cell.is_pilot else "no", run.state),
                 *(run.train[-1][:2] if run.train else ("", "")),
                 _csv(run.start_loss),

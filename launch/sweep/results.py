@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from configs.load import load_config
 from launch.observe import read_records
 from launch.sweep.cells import Cell
 from launch.sweep.divergence import loss_of
@@ -23,6 +25,7 @@ class Run:
         validation: (step, tokens, loss).
         attention: (step, largest logit, mean |Δlogit| of the step) where it was measured.
         diverged_at: step.
+        alpha: `qk_control.alpha` that a policy of the run uses; None without a policy.
         step_seconds: median, beside whatever ran at the same time; nan without records.
     """
 
@@ -34,6 +37,7 @@ class Run:
     attention: list[tuple[int, float, float]] = field(default_factory=list)
     diverged_at: int | None = None
     step_seconds: float = math.nan
+    alpha: float | None = None
 
     @property
     def final_loss(self) -> float | None:
@@ -67,12 +71,18 @@ def read_run(sweep: Sweep, cell: Cell) -> Run:
         ],
         diverged_at=diverged_step(sweep, cell),
         step_seconds=seconds[len(seconds) // 2],
+        alpha=_alpha(cell_folder(sweep, cell)),
     )
 
 
 def read_runs(sweep: Sweep, cells: Iterable[Cell]) -> list[Run]:
     """Reads the folders of many cells."""
     return [read_run(sweep, cell) for cell in cells]
+
+
+def _alpha(folder: Path) -> float | None:
+    control = load_config(folder / "config.yaml").qk_control
+    return None if control.policy == "none" else control.alpha
 
 
 def _number(value: float | None) -> float:
