@@ -67,7 +67,8 @@ def rank_below(process: subprocess.Popen[str], cell: str) -> psutil.Process:
     (rank,) = [
         child
         for child in descendants(process)
-        if child.cmdline()[1].endswith("train.py") and any(cell in word for word in child.cmdline())
+        if any(word.endswith("train.py") for word in child.cmdline()[1:2])
+        and any(cell in word for word in child.cmdline())
     ]
     return rank
 
