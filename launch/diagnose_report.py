@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from launch.diagnose_sources import ModelShape
+from launch.markup import Block, as_html, markdown
 from model.diagnostics.critical import MIN_HEADS, SIGNIFICANCE, critical_size, told_apart
 
 MAX_TICKS = 12
 LARGE_SET = 16  # from this N on, the paper gives one range for the separable share
 SMALLEST_SENSITIVITY = 1e-6  # below it, softmax has saturated; the figure ends there
 
+TITLE = "Attention analysis"
 HEADER = ("", "here", "paper (GPT-2 124M, War and Peace)")
 
 Rows = list[dict[str, Any]]
@@ -64,9 +65,23 @@ def write_report(folder: Path, shape: ModelShape, tables: Tables, text_name: str
         "are for GPT-2 124M on War and Peace. Each line is a mean over heads (band: the 10th to 90th percentile). What "
         "was measured is named; none of it is by itself a verdict on the model."
     )
-    findings = compare(tables)
-    (folder / "report.md").write_text(_markdown(intro, findings, sections), encoding="utf-8")
-    (folder / "report.html").write_text(_html(intro, findings, sections), encoding="utf-8")
+    rows = ((finding.measure, finding.here, finding.paper) for finding in compare(tables))
+    blocks = [
+        Block("heading", TITLE, level=1),
+        Block("text", intro),
+        Block("table", lines=(HEADER, *rows)),
+        *(block for section in sections for block in _section_blocks(section)),
+    ]
+    (folder / "report.md").write_text(markdown(blocks), encoding="utf-8")
+    (folder / "report.html").write_text(as_html(blocks, TITLE), encoding="utf-8")
+
+
+def _section_blocks(section: Section) -> tuple[Block, Block, Block]:
+    return (
+        Block("heading", section.title),
+        Block("text", section.text),
+        Block("image", section.title, file=f"{section.name}.png"),
+    )
 
 
 def compare(tables: Tables) -> list[Finding]:
@@ -280,34 +295,3 @@ def _label(axis: Any, x: str, y: str, log_x: bool = False, log_y: bool = False) 
         axis.set_yscale("log")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, ncols=2)
-
-
-def _markdown(intro: str, findings: Sequence[Finding], sections: Sequence[Section]) -> str:
-    lines = [HEADER, ("---",) * 3, *((finding.measure, finding.here, finding.paper) for finding in findings)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    parts = ["# Attention analysis", intro, table]
-    for section in sections:
-        parts += [f"## {section.title}", section.text, f"![{section.title}]({section.name}.png)"]
-    return "\n\n".join(parts) + "\n"
-
-
-def _html(intro: str, findings: Sequence[Finding], sections: Sequence[Section]) -> str:
-    header = "".join(f"<th>{html.escape(cell)}</th>" for cell in HEADER)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in (line.measure, line.here, line.paper)) + "</tr>"
-        for line in findings
-    )
-    body = "".join(
-        f"<h2>{html.escape(section.title)}</h2><p>{html.escape(section.text)}</p>"
-        f'<img src="{section.name}.png" alt="{html.escape(section.title)}">'
-        for section in sections
-    )
-    style = (
-        "body{font-family:sans-serif;max-width:62em;margin:2em auto;padding:0 1em;line-height:1.5}img{max-width:100%}"
-        "table{border-collapse:collapse}td,th{border:1px solid #ccc;padding:.3em .6em;text-align:left}"
-    )
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Attention analysis</title><style>{style}</style>'
-        f"<body><h1>Attention analysis</h1><p>{html.escape(intro)}</p>"
-        f"<table><tr>{header}</tr>{rows}</table>{body}</body></html>\n"
-    )

@@ -8,11 +8,9 @@ on request.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from configs.errors import ConfigError
 from configs.load import to_yaml
@@ -22,6 +20,7 @@ from launch.run import positive_integer
 from launch.sweep.analysis import choose_alphas, measure, pilot_scores
 from launch.sweep.cell_run import Signals, run_cell
 from launch.sweep.cells import Alphas, Cell, check_cells, expand, with_alpha
+from launch.sweep.lock import locked
 from launch.sweep.outcome import failure, state_of
 from launch.sweep.pool import STARTED_BY, Pool, Slot, slots_here
 from launch.sweep.recommend import recommend
@@ -73,6 +72,7 @@ def run(sweep: Sweep, options: argparse.Namespace) -> int:
     if options.cell is not None:
         return run_one(sweep, cells, options.cell, options.parent)
     if options.report or options.recommend:
+        check_cells(sweep, known_cells(sweep, cells), with_data=False)
         return tell(sweep, cells, options.recommend)
     check_cells(sweep, cells)
     if options.print_slurm:
@@ -160,18 +160,6 @@ def known_cells(sweep: Sweep, cells: Sequence[Cell]) -> list[Cell]:
 def alphas_so_far(sweep: Sweep, cells: Sequence[Cell]) -> Alphas:
     """What the complete pilots chose."""
     return choose_alphas(pilot_scores(sweep, read_runs(sweep, [cell for cell in cells if cell.is_pilot])))
-
-
-@contextlib.contextmanager
-def locked(sweep: Sweep) -> Iterator[None]:
-    """Keeps a second sweep out of the folder. Raises RunError when another one is in it."""
-    sweep.folder.mkdir(parents=True, exist_ok=True)
-    with (sweep.folder / "lock").open("a") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(f"{sweep.folder}: another sweep is running in it; choose another name") from None
-        yield
 
 
 if __name__ == "__main__":

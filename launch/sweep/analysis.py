@@ -84,9 +84,8 @@ def _measure_grid(
     targets = losses[sweep.baseline].get(base_rate, {}) if base_rate is not None else {}
     arms = {}
     for arm, mine in by_arm.items():
-        reach = _reach(mine, by_arm[sweep.baseline], targets, paces[arm], paces[sweep.baseline])
+        reach = _reach(mine, by_arm[sweep.baseline], targets, paces[arm])
         arms[arm] = _measure_arm(arm, mine, losses[arm], limit, sweep.tolerance, grid.lrs, reach, paces[arm])
-    lengths = [(run.validation[0][0], run.validation[-1][0]) for run in runs if run.validation]
     return GridMeasures(
         name,
         sweep.baseline,
@@ -95,7 +94,6 @@ def _measure_grid(
         sweep.tolerance,
         limit,
         arms,
-        min((first / last for first, last in lengths), default=1.0),
         pilot,
     )
 
@@ -128,19 +126,23 @@ def _measure_arm(
     per_seed = {seed: _of_seed(losses, seed) for seed in seeds}
     return ArmMeasures(
         arm=arm,
-        alpha=next((run.cell.alpha for run in runs), None),
+        alpha=next((alpha for run in runs for alpha in (run.cell.alpha, run.alpha) if alpha is not None), None),
         losses=losses,
         best_rate=best,
         best_losses=best_losses,
-        highest=max(usable, default=None),
+        usable=usable,
         highest_by_seed={
             seed: max((rate for rate, loss in table.items() if loss <= limit and math.isfinite(loss)), default=None)
             for seed, table in per_seed.items()
         },
         usable_range=range_around(best, usable, rates),
         own_highest=max(own, default=None),
-        sensitivity={seed: sensitivity(table, start_loss) for seed, table in per_seed.items()},
-        num_diverged=sum(run.state == "diverged" for run in runs),
+        sensitivity={
+            seed: sensitivity(table, start_loss)
+            for seed, table in per_seed.items()
+            if len(rates) > 1 and len(table) == len(rates) and any(map(math.isfinite, table.values()))
+        },
+        num_diverged=sum(run.final_loss == math.inf for run in runs),
         num_missing=sum(run.final_loss is None for run in runs),
         reach=reach,
         pace=pace,
@@ -178,7 +180,7 @@ def _soonest(runs: Sequence[Run], targets: Mapping[int, float]) -> tuple[float, 
 
 
 def _reach(
-    runs: Sequence[Run], base_runs: Sequence[Run], targets: Mapping[int, float], pace: Pace | None, base: Pace | None
+    runs: Sequence[Run], base_runs: Sequence[Run], targets: Mapping[int, float], pace: Pace | None
 ) -> Reach | None:
     """See `Reach`. Without targets, or where no seed gets to its own: None."""
     mine, theirs = _soonest(runs, targets), _soonest(base_runs, targets)
@@ -188,10 +190,10 @@ def _reach(
     _, needed = theirs
     tokens = {seed: reached[seed][1] / needed[seed][1] for seed in reached}
     seconds = {}
-    if pace is not None and base is not None:
-        ratio = pace.step_seconds / base.step_seconds
-        seconds = {seed: ratio * reached[seed][0] / needed[seed][0] for seed in reached}
-    return Reach(rate, tokens, seconds, len(targets))
+    if pace is not None:
+        seconds = {seed: (1 + pace.overhead) * reached[seed][0] / needed[seed][0] for seed in reached}
+    between = max(run.validation[0][1] for run in (*runs, *base_runs) if run.validation)
+    return Reach(rate, tokens, seconds, len(targets), max(between / needed[seed][1] for seed in reached))
 
 
 def _pace(rounds: Rounds, arm: str, baseline: str) -> Pace | None:

@@ -13,6 +13,7 @@ from launch.attempt import Attempt, Launch
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
 from launch.sweep.cells import Cell, cell_overrides
 from launch.sweep.divergence import LossTail, divergence_step, nonfinite_step
+from launch.sweep.lock import cell_locked
 from launch.sweep.outcome import (
     cell_folder,
     forget_failure,
@@ -83,19 +84,21 @@ def run_cell(sweep: Sweep, cell: Cell, parent: int | None = None) -> int:
     Returns:
         0 finished or diverged, 75 stopped on request after a checkpoint, 1 failed.
     """
-    if state_of(sweep, cell) in ("finished", "diverged"):
-        return EXIT_DONE
-    forget_failure(sweep, cell)
     requests = Signals()
     requests.listen()
     log_file(sweep, cell).parent.mkdir(parents=True, exist_ok=True)
-    with log_file(sweep, cell).open("ab") as output:
+    with cell_locked(sweep, cell, requests), log_file(sweep, cell).open("ab") as output:
+        if requests:
+            return EXIT_STOPPED
+        if state_of(sweep, cell) in ("finished", "diverged"):
+            return EXIT_DONE
+        forget_failure(sweep, cell)
         for number in range(1, NUM_TRIES + 1):
             exit_code, reason = _try(sweep, cell, requests, parent, output)
             if exit_code != EXIT_FAILURE or requests:
                 return exit_code
             output.write(f"launch.sweep: try {number} of {NUM_TRIES} failed: {reason}\n".encode())
-    mark_failed(sweep, cell, reason)
+        mark_failed(sweep, cell, reason)
     return EXIT_FAILURE
 
 

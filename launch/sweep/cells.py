@@ -102,8 +102,11 @@ def cell_config(sweep: Sweep, cell: Cell) -> Config:
     return load_config(sweep.base, cell_overrides(sweep, cell))
 
 
-def check_cells(sweep: Sweep, cells: Sequence[Cell]) -> None:
+def check_cells(sweep: Sweep, cells: Sequence[Cell], with_data: bool = True) -> None:
     """Checks names, configurations and data of all cells, and what their folders hold already.
+
+    Args:
+        with_data: also whether the shards can be opened, which a report does not need.
 
     Raises:
         ConfigError: with one line for every problem; what several cells share is told once.
@@ -119,6 +122,9 @@ def check_cells(sweep: Sweep, cells: Sequence[Cell]) -> None:
                 found.setdefault(problem, []).append(cell)
             continue
         configs.append(config)
+        if cell.is_pilot and config.qk_control.policy == "none":
+            problem = "has no query/key policy, so a pilot has no alpha to choose"
+            found.setdefault(problem, []).append(cell)
         if not config.data.val_sources:
             found.setdefault("data.val_sources: is empty; arms are compared by their validation loss", []).append(cell)
         if sweep.timing is not None and sweep.timing.steps > config.train.steps:
@@ -128,7 +134,8 @@ def check_cells(sweep: Sweep, cells: Sequence[Cell]) -> None:
             for problem in folder_problems(sweep.folder / cell.name, config):
                 found.setdefault(problem, []).append(cell)
     problems += [f"{_place(sweep, who, len(cells))}: {problem}" for problem, who in found.items()]
-    problems += _data_problems(configs)
+    if with_data:
+        problems += _data_problems(configs)
     if problems:
         raise ConfigError(problems)
 

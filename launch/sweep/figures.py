@@ -13,9 +13,13 @@ from matplotlib.figure import Figure
 from launch.sweep.measures import ArmMeasures, GridMeasures, mean
 from launch.sweep.results import Run
 
-COLORS = ("#444444", "#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#17becf", "#8c564b", "#e377c2", "#bcbd22")
+# Okabe and Ito's, which readers who confuse red and green tell apart; dashes show lines that lie on each other.
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 MARKERS = "osD^vPX<>*"
+DASHES = ("-", "--", (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1.5)), "-.", (0, (1.5, 1.5)))
+TOKENS_COLOR, SECONDS_COLOR = "#7fb3d9", "#f2b07b"
 DODGE = 0.012  # decades between the arms' points at one rate
+MARGIN = 0.12  # decades beside the lowest and the highest rate
 HEADROOM = 1.6  # of the y-axis, in spreads of the better half of the losses
 
 
@@ -49,7 +53,8 @@ def make_drawings(grid: GridMeasures, runs: Sequence[Run]) -> list[Drawing]:
             f"{grid.name}_loss_vs_lr",
             "Final loss against the learning rate",
             "Final validation loss: the mean over seeds as a line, each seed as a point, diverged runs as crosses at "
-            "the upper edge, and triangles where the mean lies above it. Rates below the dashed line are usable.",
+            "the upper edge, and triangles where the mean lies above it. A line breaks where a rate has no mean. A "
+            "rate is usable where every seed lies below the dashed line.",
             (9, 5),
             lambda figure: draw_losses(figure, grid),
         ),
@@ -68,7 +73,8 @@ def make_drawings(grid: GridMeasures, runs: Sequence[Run]) -> list[Drawing]:
                 f"{grid.name}_logits",
                 "Attention logits over training",
                 "The largest attention logit and the mean change of a logit in one step, on a fixed probe batch, with "
-                f"seed {grid.seeds[0]}: above at each arm's best rate, below with the same rate for all, {stress:g}.",
+                f"seed {grid.seeds[0]}: above at each arm's best rate, below with the same rate for all, {stress:g}. "
+                "Crosses: where a run diverged.",
                 (11, 7.5),
                 lambda figure: draw_logits(figure, grid, runs, stress),
             )
@@ -114,14 +120,15 @@ def draw_losses(figure: Figure, grid: GridMeasures) -> None:
         if math.isfinite(loss)
     ]
     low, middle = min(finite), float(np.median(finite))
-    top = min(max(finite), max(middle + HEADROOM * (middle - low), low + 4 * grid.tolerance))
+    top = min(max(*finite, grid.limit), max(middle + HEADROOM * (middle - low), low + 4 * grid.tolerance))
     top += 0.08 * (top - low)
     for index, (name, arm) in enumerate(grid.arms.items()):
         shift = 10 ** (DODGE * (index - (len(grid.arms) - 1) / 2))
         style = _style(grid, name)
         means = {rate: mean(by_seed.values()) for rate, by_seed in arm.losses.items()}
-        line = [(rate * shift, min(value, 2 * top)) for rate, value in means.items() if math.isfinite(value)]
-        axis.plot([x for x, _ in line], [y for _, y in line], **style, label=_label(arm), markersize=6)
+        line = [means.get(rate, math.inf) for rate in grid.rates]
+        line = [min(value, 2 * top) if math.isfinite(value) else math.nan for value in line]
+        axis.plot([rate * shift for rate in grid.rates], line, **style, label=_label(arm), markersize=6)
         for rate, by_seed in arm.losses.items():
             values = list(by_seed.values())
             shown = [value for value in values if value <= top]
@@ -151,25 +158,23 @@ def draw_curves(figure: Figure, grid: GridMeasures, runs: Sequence[Run]) -> None
             continue
         steps = sorted(set.intersection(*({step for step, _, _ in run.validation} for run in mine)))
         table = np.array([[loss for step, _, loss in run.validation if step in steps] for run in mine])
-        color = _style(grid, name)["color"]
         for axis, chosen in ((whole, slice(None)), (end, slice(len(steps) // 2, None))):
             axis.plot(
                 steps[chosen],
                 table.mean(axis=0)[chosen],
-                color=color,
-                linewidth=1.6,
+                **_line(grid, name),
                 label=f"{name} at {arm.best_rate:g}",
             )
             axis.fill_between(
                 steps[chosen],
                 table.min(axis=0)[chosen],
                 table.max(axis=0)[chosen],
-                color=color,
+                color=_style(grid, name)["color"],
                 alpha=0.15,
                 linewidth=0,
             )
-    for axis in (whole, end):
-        axis.set(xlabel="step", ylabel="validation loss (nats per token)")
+    for axis, title in ((whole, "the whole run"), (end, "its last half")):
+        axis.set(xlabel="step", ylabel="validation loss (nats per token)", title=title)
         axis.grid(alpha=0.3)
     _legend(whole)
 
@@ -193,7 +198,7 @@ def draw_logits(figure: Figure, grid: GridMeasures, runs: Sequence[Run], stress:
             for column, axis in enumerate(axes[row]):
                 label = f"{name} at {rate_of(arm):g}" if row == 0 and rate_of(arm) else name
                 positive = [(point[0], point[1 + column]) for point in points if point[1 + column] > 0]
-                axis.plot(*_columns(positive), color=_style(grid, name)["color"], linewidth=1.6, label=label)
+                axis.plot(*_columns(positive), **_line(grid, name), label=label)
                 if run is not None and run.state == "diverged" and positive:
                     axis.plot(*positive[-1], "x", color=_style(grid, name)["color"], markersize=9, markeredgewidth=2)
         for axis, what in zip(axes[row], ("largest logit", "mean |Δlogit| of a step"), strict=True):
@@ -216,7 +221,7 @@ def draw_reach(figure: Figure, grid: GridMeasures) -> None:
         if reach is None:
             axis.text(0.01, place, "not reached at any rate", va="center", fontsize=9, color="#777777")
             continue
-        for offset, by_seed, color in ((0.19, reach.tokens, "#7fb3d9"), (-0.19, reach.seconds, "#f2b07b")):
+        for offset, by_seed, color in ((0.19, reach.tokens, TOKENS_COLOR), (-0.19, reach.seconds, SECONDS_COLOR)):
             if by_seed:
                 axis.barh(place + offset, mean(by_seed.values()), height=0.34, color=color)
                 axis.plot(list(by_seed.values()), [place + offset] * len(by_seed), "k.", markersize=5)
@@ -224,10 +229,10 @@ def draw_reach(figure: Figure, grid: GridMeasures) -> None:
     axis.set_yticks(places, [_reach_label(arm) for arm in grid.others])
     axis.set(xlabel=f"fraction of what {grid.baseline} needs", xlim=(0, None))
     axis.set_ylim(-0.6, len(grid.others) - 0.4)
-    handles = [axis.barh(0, 0, color=color) for color in ("#7fb3d9", "#f2b07b")]
-    axis.legend(
-        handles, ("tokens", "seconds"), fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False
-    )
+    is_timed = any(arm.reach is not None and arm.reach.seconds for arm in grid.others)
+    for label, color in (("tokens", TOKENS_COLOR), ("seconds", SECONDS_COLOR))[: 2 if is_timed else 1]:
+        axis.barh(0, 0, color=color, label=label)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     axis.grid(alpha=0.3, axis="x")
 
 
@@ -244,13 +249,18 @@ def draw_overhead(figure: Figure, grid: GridMeasures) -> None:
         axis.plot([low, high], [place, place], "k|", markersize=7)
     axis.axvline(0.0, color="black", linewidth=1)
     axis.set_yticks(places, [arm.arm for arm in timed])
-    axis.set(xlabel=f"more time for a step than {grid.baseline} (%)")
+    axis.set(xlabel=f"seconds a step, more than {grid.baseline} (%)")
     axis.grid(alpha=0.3, axis="x")
 
 
 def _style(grid: GridMeasures, arm: str) -> dict[str, Any]:
     index = list(grid.arms).index(arm)
     return {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)]}
+
+
+def _line(grid: GridMeasures, arm: str) -> dict[str, Any]:
+    index = list(grid.arms).index(arm)
+    return {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index % len(DASHES)], "linewidth": 1.8}
 
 
 def _label(arm: ArmMeasures) -> str:
@@ -267,6 +277,7 @@ def _reach_label(arm: ArmMeasures) -> str:
 def _log_rates(axis: Any, rates: Sequence[float]) -> None:
     axis.set_xscale("log")
     axis.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    axis.set_xlim(rates[0] / 10**MARGIN, rates[-1] * 10**MARGIN)
     axis.minorticks_off()
     axis.grid(alpha=0.3)
 

@@ -82,13 +82,16 @@ class Reach:
         rate: the arm's rate at which the most seeds get there, and of these the soonest on average.
         tokens: of the seeds that get there.
         seconds: the same, steps times the timed seconds of a step; empty without timing.
-        num_seeds: that were compared.
+        num_seeds: that have a target.
+        spacing: tokens between two validations as a fraction of what the baseline needs, of the seed with the largest:
+            how finely `tokens` is known.
     """
 
     rate: float
     tokens: dict[int, float]
     seconds: dict[int, float]
     num_seeds: int
+    spacing: float
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,13 @@ class ArmMeasures:
     """All measures of one arm in one grid.
 
     Attributes:
+        alpha: of its query/key policy, from the pilot or its own; None without a policy.
         best_rate, best_losses: the rate with the lowest mean, and the final loss of each seed there.
-        highest: the highest usable rate: all seeds within the tolerance of the grid's best; by seed: each alone.
+        usable: the usable rates, ascending: all seeds within the tolerance of the grid's best.
+        highest_by_seed: the highest rate that is usable by this seed alone.
         usable_range: the usable rates around best_rate.
         own_highest: the highest rate at which all seeds are within the tolerance of this arm's own best mean.
-        sensitivity: by seed.
+        sensitivity: of the seeds that have every rate of the grid and did not diverge at all of them.
         num_diverged, num_missing: cells.
     """
 
@@ -124,7 +129,7 @@ class ArmMeasures:
     losses: dict[float, dict[int, float]]
     best_rate: float | None
     best_losses: dict[int, float]
-    highest: float | None
+    usable: list[float]
     highest_by_seed: dict[int, float | None]
     usable_range: tuple[float, float] | None
     own_highest: float | None
@@ -133,6 +138,17 @@ class ArmMeasures:
     num_missing: int
     reach: Reach | None
     pace: Pace | None
+
+    @property
+    def highest(self) -> float | None:
+        """The highest usable rate."""
+        return max(self.usable, default=None)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Rates that are not usable although a lower and a higher one are."""
+        inside = [rate for rate in self.losses if self.usable and self.usable[0] < rate < self.usable[-1]]
+        return [rate for rate in inside if rate not in self.usable]
 
     @property
     def best_mean(self) -> float:
@@ -145,8 +161,7 @@ class GridMeasures:
     """All measures of one grid.
 
     Attributes:
-        limit: the highest final loss at which a rate is usable; infinite where every run diverged.
-        validation_share: steps between two validations as a fraction of a run: how finely times are known.
+        limit: the highest final loss at which a rate is usable; infinite where every rate has a diverged run.
         pilot: arm -> alpha -> score.
     """
 
@@ -157,7 +172,6 @@ class GridMeasures:
     tolerance: float
     limit: float
     arms: dict[str, ArmMeasures]
-    validation_share: float
     pilot: dict[str, dict[float, float]]
 
     @property

@@ -15,7 +15,7 @@ from launch.errors import EXIT_DONE, EXIT_STOPPED
 from launch.observe import Progress
 from launch.sweep.cell_run import Signals
 from launch.sweep.cells import Cell
-from launch.sweep.outcome import cell_folder, failure, last_step, log_file, state_of
+from launch.sweep.outcome import cell_folder, failure, last_step, log_file, mark_failed, state_of
 from launch.sweep.spec import Sweep
 from launch.sweep.table import Screen, Status
 
@@ -106,6 +106,7 @@ class Pool:
         """Runs those of the cells (by index) that are not finished or diverged; returns when none runs any more."""
         waiting = [index for index, cell in cells.items() if self.statuses[cell].state not in ENDED]
         running: list[_Running] = []
+        lost: set[int] = set()
         try:
             while running or (waiting and not self._requests):
                 while waiting and self._slots and not self._requests:
@@ -116,7 +117,12 @@ class Pool:
                     if entry.process.poll() is not None:
                         running.remove(entry)
                         self._slots.append(entry.slot)
-                        self._note_end(cells[entry.index], entry.process.returncode)
+                        if self._is_lost(entry.process.returncode) and entry.index not in lost:
+                            lost.add(entry.index)
+                            waiting.append(entry.index)
+                            self._note_loss(cells[entry.index], entry.process.returncode)
+                        else:
+                            self._note_end(cells[entry.index], entry.process.returncode)
                 self._screen.show(self.statuses)
                 time.sleep(POLL_SECONDS)
         finally:
@@ -146,12 +152,21 @@ class Pool:
             entry.num_signals += 1
         self.statuses[cell].fraction = entry.progress.last_step() / entry.num_steps
 
+    def _is_lost(self, exit_code: int) -> bool:
+        """Whether a signal killed the process of a cell, which then could not try again by itself."""
+        return exit_code < 0 and not self._requests
+
+    def _note_loss(self, cell: Cell, exit_code: int) -> None:
+        self.statuses[cell] = Status(state_of(self._sweep, cell))
+        self._screen.say(f"{cell.name}: its process was killed by signal {-exit_code}; it is tried once more")
+
     def _note_end(self, cell: Cell, exit_code: int) -> None:
         state = state_of(self._sweep, cell)
+        reason = failure(self._sweep, cell) or f"its process ended with code {exit_code}"
         if exit_code not in (EXIT_DONE, EXIT_STOPPED) and not self._requests:
             state = "failed"
+            mark_failed(self._sweep, cell, reason)
         self.statuses[cell] = Status(state)
-        reason = failure(self._sweep, cell) or f"its process ended with code {exit_code}"
         words = {"failed": f"failed: {reason}; see {log_file(self._sweep, cell)}", "begun": "stopped"}
         done = sum(status.state in ENDED for status in self.statuses.values())
         self._screen.say(f"{cell.name}: {words.get(state, state)} ({done} of {len(self.statuses)} cells done)")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from launch.sweep.cells import Cell, cell_config
 from launch.sweep.measures import ArmMeasures, GridMeasures
-from launch.sweep.spec import Sweep
-from launch.sweep.words import overlap
+from launch.sweep.spec import Sweep, flatten
+from launch.sweep.words import compare
 
 
 def recommend(sweep: Sweep, grid: GridMeasures) -> str:
@@ -24,6 +25,8 @@ def recommend(sweep: Sweep, grid: GridMeasures) -> str:
     chosen = min(candidates, key=lambda arm: arm.best_mean)
     assert chosen.best_rate is not None
     control = _control(sweep, grid, chosen)
+    keys = flatten(sweep.arms[chosen.arm]) | {"optim.lr": chosen.best_rate}
+    keys |= {f"qk_control.{key}": value for key, value in control.items()}
     lines = [
         f"{grid.name}: {chosen.arm} at a base rate of {chosen.best_rate:g} with alpha {control['alpha']:g}, "
         f"final validation loss {chosen.best_mean:.3f}.",
@@ -31,7 +34,7 @@ def recommend(sweep: Sweep, grid: GridMeasures) -> str:
         *_alpha_margin(grid, chosen),
         *_beside_others(grid, chosen),
         "",
-        yaml.safe_dump({"optim": {"lr": chosen.best_rate}, "qk_control": control}, sort_keys=False).rstrip(),
+        yaml.safe_dump(_as_tree(keys), sort_keys=False).rstrip(),
     ]
     return "\n".join(lines)
 
@@ -43,10 +46,25 @@ def _control(sweep: Sweep, grid: GridMeasures, arm: ArmMeasures) -> dict[str, An
     return {"policy": section.policy, "alpha": section.alpha} | section.model_dump(mode="json", exclude_unset=True)
 
 
+def _as_tree(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys -> sections in sections."""
+    tree: dict[str, Any] = {}
+    for key, value in sorted(keys.items()):
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            if node.get(parent) is None:
+                node[parent] = {}
+            node = node[parent]
+        node[leaf] = value
+    return tree
+
+
 def _margin(grid: GridMeasures, arm: ArmMeasures) -> str:
     assert arm.usable_range is not None and arm.best_rate is not None
     low, high = arm.usable_range
-    around = f"usable from {low:g} to {high:g} (within {grid.tolerance:g} of the grid's best loss with every seed)"
+    seeds = "every seed that has a result" if arm.num_missing else "every seed"
+    around = f"usable from {low:g} to {high:g} (within {grid.tolerance:g} of the grid's best loss with {seeds})"
     if high > arm.best_rate:
         end = ", the highest rate tried" if high == grid.rates[-1] else ""
         return f"Margin: the rate may rise {high / arm.best_rate:.3g} times{end}; {around}."
@@ -54,6 +72,9 @@ def _margin(grid: GridMeasures, arm: ArmMeasures) -> str:
         return f"Margin: unknown, since this is the highest rate tried; {around}."
     lower = [rate for rate in grid.rates if low <= rate < arm.best_rate]
     loss = f" The next lower one, {lower[-1]:g}, is safer." if lower else ""
+    above = grid.rates[grid.rates.index(high) + 1]
+    if above not in arm.losses:
+        return f"Margin: unknown, since the next higher rate has no result; {around}.{loss}"
     return f"Margin: none on this grid, since the next higher rate is not usable; {around}.{loss}"
 
 
@@ -70,15 +91,9 @@ def _alpha_margin(grid: GridMeasures, arm: ArmMeasures) -> list[str]:
 
 
 def _beside_others(grid: GridMeasures, chosen: ArmMeasures) -> list[str]:
-    lines: list[str] = []
-    for arm in (grid.arms[grid.baseline], grid.best_arm):
-        if arm.arm == chosen.arm or arm.best_rate is None or any(arm.arm in line for line in lines):
-            continue
-        difference = chosen.best_mean - arm.best_mean
-        apart = len(grid.seeds) > 1 and not overlap(chosen.best_losses.values(), arm.best_losses.values())
-        doubt = "" if apart else ", which is not told apart from chance"
-        lines.append(
-            f"Beside {arm.arm} at its best ({arm.best_mean:.3f} at {arm.best_rate:g}) that is {abs(difference):.3f} "
-            f"{'higher' if difference > 0 else 'lower'}{doubt}."
-        )
-    return lines
+    others = {arm.arm: arm for arm in (grid.arms[grid.baseline], grid.best_arm) if arm.arm != chosen.arm}
+    return [
+        f"Beside {arm.arm} at its best, {arm.best_mean:.3f} at {arm.best_rate:g}, its loss is {compare(chosen, arm)}."
+        for arm in others.values()
+        if arm.best_rate is not None
+    ]

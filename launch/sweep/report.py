@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.files import write_file
-from launch.sweep.markup import Block, as_html, markdown
+from launch.markup import Block, as_html, markdown
 from launch.sweep.measures import ArmMeasures, GridMeasures, Reach, mean
 from launch.sweep.outcome import cell_folder, failure
 from launch.sweep.recommend import recommend
@@ -192,18 +192,18 @@ def results_csv(sweep: Sweep, runs: Sequence[Run]) -> str:
     )
     for run in runs:
         cell = run.cell
+        alpha = run.alpha if cell.alpha is None else cell.alpha
         losses = [loss for _, _, loss in run.validation]
         logits = [logit for _, logit, _ in run.attention]
         writer.writerow(
             [
-                *(cell.grid, cell.arm, "" if cell.alpha is None else f"{cell.alpha:g}", f"{cell.lr:g}", cell.seed),
+                *(cell.grid, cell.arm, "" if alpha is None else f"{alpha:g}", f"{cell.lr:g}", cell.seed),
                 *("yes" if cell.is_pilot else "no", run.state),
-                run.train[-1][0] if run.train else "",
-                run.validation[-1][1] if run.validation else "",
+                *(run.train[-1][:2] if run.train else ("", "")),
                 _csv(run.start_loss),
                 _csv(run.final_loss),
                 _csv(min(losses, default=None)),
-                _csv(run.train[-1][1] if run.train else None),
+                _csv(run.train[-1][2] if run.train else None),
                 _csv(logits[-1] if logits else None),
                 _csv(max(logits, default=None)),
                 run.diverged_at or "",
@@ -223,8 +223,8 @@ def _or_dash(value: float | None) -> str:
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    """`4.955 (4.950 to 4.960)`."""
+    """`4.955 (4.950 to 4.960)`, or one number where both ends look alike."""
     if not values:
         return "-"
-    ends = f" ({min(values):{form}} to {max(values):{form}})" if len(values) > 1 else ""
-    return f"{mean(values):{form}}{ends}"
+    low, high = format(min(values), form), format(max(values), form)
+    return f"{mean(values):{form}}" + (f" ({low} to {high})" if low != high else "")

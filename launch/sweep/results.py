@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from configs.load import load_config
 from launch.observe import read_records
 from launch.sweep.cells import Cell
 from launch.sweep.divergence import loss_of
@@ -19,21 +21,23 @@ class Run:
 
     Attributes:
         start_loss: training loss of the first step, before any update; nan without records.
-        train: (step, loss) of every step.
+        train: (step, tokens so far, loss) of every step.
         validation: (step, tokens, loss).
         attention: (step, largest logit, mean |Δlogit| of the step) where it was measured.
         diverged_at: step.
+        alpha: `qk_control.alpha` that a policy of the run uses; None without a policy.
         step_seconds: median, beside whatever ran at the same time; nan without records.
     """
 
     cell: Cell
     state: State
     start_loss: float = math.nan
-    train: list[tuple[int, float]] = field(default_factory=list)
+    train: list[tuple[int, int, float]] = field(default_factory=list)
     validation: list[tuple[int, int, float]] = field(default_factory=list)
     attention: list[tuple[int, float, float]] = field(default_factory=list)
     diverged_at: int | None = None
     step_seconds: float = math.nan
+    alpha: float | None = None
 
     @property
     def final_loss(self) -> float | None:
@@ -54,7 +58,7 @@ def read_run(sweep: Sweep, cell: Cell) -> Run:
         cell,
         state,
         start_loss=loss_of(records[0]),
-        train=[(record["step"], loss_of(record)) for record in records],
+        train=[(record["step"], record["tokens"], loss_of(record)) for record in records],
         validation=[
             (record["step"], record["tokens"], _number(record["val_loss"]))
             for record in records
@@ -67,12 +71,18 @@ def read_run(sweep: Sweep, cell: Cell) -> Run:
         ],
         diverged_at=diverged_step(sweep, cell),
         step_seconds=seconds[len(seconds) // 2],
+        alpha=_alpha(cell_folder(sweep, cell)),
     )
 
 
 def read_runs(sweep: Sweep, cells: Iterable[Cell]) -> list[Run]:
     """Reads the folders of many cells."""
     return [read_run(sweep, cell) for cell in cells]
+
+
+def _alpha(folder: Path) -> float | None:
+    control = load_config(folder / "config.yaml").qk_control
+    return None if control.policy == "none" else control.alpha
 
 
 def _number(value: float | None) -> float:

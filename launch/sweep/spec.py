@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -120,7 +120,10 @@ def load_sweep(path: str | Path) -> Sweep:
     try:
         sweep = Sweep.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError([f"{path}: {_field_problem(item)}" for item in error.errors()]) from None
+        items = error.errors()
+        wrong = [item["loc"] for item in items]
+        told = [item for item in items if item["type"] != "too_short" or not _holds_any(item["loc"], wrong)]
+        raise ConfigError([f"{path}: {_field_problem(item)}" for item in told]) from None
     problems = [f"{path}: {problem}" for problem in _find_problems(sweep)]
     if problems:
         raise ConfigError(problems)
@@ -161,6 +164,11 @@ def _unknown_arms(key: str, arms: tuple[str, ...], known: tuple[str, ...]) -> It
             yield f"{key}: {arm!r} is not an arm; known: {', '.join(known)}"
 
 
+def _holds_any(place: tuple[int | str, ...], wrong: Iterable[tuple[int | str, ...]]) -> bool:
+    """Whether one of the wrong places lies inside a place: a list whose entries are all wrong counts as empty too."""
+    return any(other[: len(place)] == place and other != place for other in wrong)
+
+
 def _field_problem(error: Any) -> str:
     key = ".".join(str(part) for part in error["loc"] if part != "[key]")
     if error["type"] == "extra_forbidden":
@@ -171,6 +179,8 @@ def _field_problem(error: Any) -> str:
         return f"{key}: is required"
     if error["type"] == "too_short":
         return f"{key}: is empty; expected at least one entry"
+    if error["type"] == "tuple_type":
+        return f"{key}: {error['input']!r} is not a list"
     if error["type"] in ("model_type", "dict_type"):
         return f"{key}: {error['input']!r} is not a mapping of keys"
     message = error["msg"].removeprefix("Input should be ")

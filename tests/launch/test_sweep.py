@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from configs.errors import ConfigError
 from configs.load import load_config
 from launch.observe import done_step
 from launch.sweep.cells import Cell, check_cells, expand, with_alpha
+from launch.sweep.lock import cell_locked
+from launch.sweep.outcome import log_file
 from launch.sweep.pool import make_slots
 from launch.sweep.slurm import array_script
 from launch.sweep.spec import load_sweep
@@ -64,7 +67,8 @@ def rank_below(process: subprocess.Popen[str], cell: str) -> psutil.Process:
     (rank,) = [
         child
         for child in descendants(process)
-        if child.cmdline()[1].endswith("train.py") and any(cell in word for word in child.cmdline())
+        if any(word.endswith("train.py") for word in child.cmdline()[1:2])
+        and any(cell in word for word in child.cmdline())
     ]
     return rank
 
@@ -124,6 +128,7 @@ def test_a_sweep_that_is_killed_and_stopped_goes_on_and_reports(write_sweep: Wri
     assert refused.code == 2
     assert f"holds results of another configuration: train.steps was {STEPS} and is now {STEPS + 1}" in refused.errors
     assert all(line.startswith("error: every cell: ") for line in refused.errors.splitlines())
+    assert python("-m", "launch.sweep", changed, "--report").errors == refused.errors  # no old results under new names
 
 
 def test_a_cell_that_fails_twice_is_listed_and_one_that_worsens_is_stopped(
@@ -135,8 +140,12 @@ def test_a_cell_that_fails_twice_is_listed_and_one_that_worsens_is_stopped(
         overrides={"train.steps": 100_000, "optim": {"grad_clip": 0.0, "warmup_steps": 200}},
         divergence={"window": 4, "margin": 0.25},
     )
-    finished = python("-m", "launch.sweep", path, "--processes", "2")
+    process = start(sweep_command(path, "--processes", "2"))
+    wait_for_steps(process, tmp_path / "runs/sweep/small-none-lr0.5-s0", 1)
+    psutil.Process(rank_below(process, "small-none-lr0.5-s0").ppid()).kill()  # the process of the cell itself
+    finished = finish(process)
     assert finished.code == 1, finished.output + finished.errors
+    assert "small-none-lr0.5-s0: its process was killed by signal 9; it is tried once more" in finished.output
     (line,) = finished.errors.splitlines()
     assert line.startswith("error: small-broken-lr0.5-s0: ") and "/nowhere/tokenizer.model" in line
     log = (tmp_path / "runs/sweep/logs/small-broken-lr0.5-s0.log").read_text()
@@ -160,7 +169,11 @@ def problems_of(path: Path) -> list[str]:
 def test_every_fault_of_a_file_is_one_line(write_sweep: WriteSweep) -> None:
     path = write_sweep(
         arms={"none": {}, "bad name": {}},
-        grids={"g": {"lrs": [], "seeds": [0, -1], "sedes": [1]}, "h": {"seeds": [0]}},
+        grids={
+            "g": {"lrs": [], "seeds": [0, -1], "sedes": [1]},
+            "h": {"seeds": [0]},
+            "i": {"lrs": 0.1, "seeds": ["one"]},
+        },
         baselin="none",
         tolerance="much",
     )
@@ -172,7 +185,9 @@ def test_every_fault_of_a_file_is_one_line(write_sweep: WriteSweep) -> None:
     assert "baselin: unknown key; did you mean baseline?" in problems
     assert "tolerance: 'much' is not allowed; expected a valid number" in problems
     assert "arms.bad name: 'bad name' is not allowed" in problems
-    assert len(problems.splitlines()) == 7
+    assert "grids.i.lrs: 0.1 is not a list" in problems
+    assert "grids.i.seeds.0: 'one' is not allowed; expected a valid integer" in problems
+    assert len(problems.splitlines()) == 9
 
 
 def test_faults_between_the_keys_of_a_file(write_sweep: WriteSweep) -> None:
@@ -215,6 +230,9 @@ def test_faults_of_the_cells(write_sweep: WriteSweep, tmp_path: Path) -> None:
 
     (missing,) = problems_of(write_sweep(overrides={"data.sources": [{"path": "nowhere/train"}], "train.steps": STEPS}))
     assert "nowhere/train" in missing
+    pilot = {"alphas": {"none": [0.1, 0.3]}, "lrs": [0.1]}
+    (no_alpha,) = problems_of(write_sweep(grids={"a": {"lrs": [0.1], "seeds": [0], "pilot": pilot}}))
+    assert no_alpha == "arms.none: has no query/key policy, so a pilot has no alpha to choose"
     (no_base,) = problems_of(write_sweep(base="nowhere.yaml"))
     assert no_base == "every cell: nowhere.yaml: no such configuration file"
     (no_validation,) = problems_of(write_sweep(base=str(without_validation(tmp_path)), timing=None))
@@ -315,6 +333,27 @@ def test_the_shipped_sweeps_are_valid(path: Path, monkeypatch: pytest.MonkeyPatc
     for grid in sweep.grids.values():
         steps = [high / low for low, high in zip(grid.lrs, grid.lrs[1:], strict=False)]
         assert all(math.isclose(step, steps[0], rel_tol=0.15) for step in steps)  # LR sensitivity wants equal ratios
+
+
+def test_a_cell_waits_for_the_process_that_still_runs_it(write_sweep: WriteSweep) -> None:
+    sweep = load_sweep(write_sweep())
+    cell = expand(sweep)[0]
+    log_file(sweep, cell).parent.mkdir(parents=True)
+    requests: list[int] = []
+
+    def enter(entered: threading.Event) -> None:
+        with cell_locked(sweep, cell, requests):
+            entered.set()
+
+    later, asked = threading.Event(), threading.Event()
+    with cell_locked(sweep, cell, requests):
+        threading.Thread(target=enter, args=(later,), daemon=True).start()
+        assert not later.wait(1.5)
+    assert later.wait(30)
+    with cell_locked(sweep, cell, requests):  # a signal ends the waiting
+        threading.Thread(target=enter, args=(asked,), daemon=True).start()
+        requests.append(signal.SIGTERM)
+        assert asked.wait(30)
 
 
 def test_a_second_sweep_in_a_folder_is_refused(write_sweep: WriteSweep, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_measures_of_a_grid_worked_by_hand() -> None:
     assert (quack.pace.step_seconds, quack.pace.overhead) == (1.2, pytest.approx(0.2))  # medians
     assert (quack.pace.low, quack.pace.high) == (pytest.approx(0.1), pytest.approx(0.25))
     assert quack.reach.seconds == {0: pytest.approx(0.5 * 1.2), 1: pytest.approx(1.2)}
-    assert grid.validation_share == pytest.approx(0.25)
+    assert quack.reach.spacing == pytest.approx(100 / 300)  # of seed 1
 
 
 def test_cells_without_an_end_are_left_out_and_counted() -> None:

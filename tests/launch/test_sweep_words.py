@@ -6,11 +6,14 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from launch.sweep.analysis import measure
 from launch.sweep.cells import Cell
+from launch.sweep.figures import draw_losses
 from launch.sweep.measures import GridMeasures
 from launch.sweep.recommend import recommend
 from launch.sweep.report import write_report
@@ -45,7 +48,7 @@ def make_runs(table: Table) -> list[Run]:
             Cell("g", arm, rate, seed),
             "diverged" if math.isinf(end) else "finished",
             start_loss=8.0,
-            train=[(step, 8.0) for step in range(1, 11)],
+            train=[(step, 100 * step, 8.0) for step in range(1, 11)],
             validation=[
                 (step, 100 * step, end + (8 - end) * 0.5 ** (step if step < 10 else 99)) for step in range(1, 11)
             ],
@@ -73,16 +76,19 @@ def test_a_win(tmp_path: Path, tiny_config: Path) -> None:
     table = {**WIN, "none": {**WIN["none"], 0.001: (4.88, 4.90)}}
     text = words(tmp_path, tiny_config, table, overhead=0.05)
     assert (
-        "within 0.1 of 4.810, the best of any arm, with every seed): none 0.001; quack 0.1 (at least 100 times)."
-        in text
+        "within 0.1 of 4.810, the best of any arm, with every seed): none 0.001; quack 0.1 (100 times, the "
+        "highest tried)." in text
     )
+    assert "Rates were tried at ratios of 10; highest rates are known no more finely than that" in text
     assert "each seed taken alone gives 100 times none's" in text
     assert "Best mean final loss of none: 4.890 (seeds 4.880 to 4.900) at 0.001." in text
     assert (
-        "quack: 4.810 (seeds 4.800 to 4.820) at 0.01, 0.080 lower, and the ranges of the seeds do not overlap" in text
+        "Best mean final loss of quack: 4.810 (seeds 4.800 to 4.820) at 0.01, 0.080 lower than none's, and the ranges "
+        "of the seeds do not overlap." in text
     )
     assert "So quack saves seconds" in text
-    assert "Ranges are over 2 seeds, which is no test of significance." in text
+    assert "Ranges are over 2 seeds, which is no test of significance" in text
+    assert "lie apart by chance one time in 3" in text
 
 
 def test_a_win_in_tokens_may_be_lost_in_seconds(tmp_path: Path, tiny_config: Path) -> None:
@@ -98,19 +104,19 @@ def test_a_tie_within_the_spread_of_the_seeds(tmp_path: Path, tiny_config: Path)
         "quack": {0.001: (5.20, 5.21), 0.01: (5.01, 5.02), 0.1: (6.0, 6.0)},
     }
     text = words(tmp_path, tiny_config, table, overhead=0.0)
-    assert "not told apart from none's: the ranges of the seeds overlap" in text
+    assert "at 0.01, 0.005 lower than none's, but not told apart: the ranges of the seeds overlap." in text
     assert "none 0.01; quack 0.01. " in text and "is the same as none's: no gain is seen" in text
     assert "times" not in text
-    assert "Only with some seeds got there: quack." in text  # 5.01 is not 5.00
+    assert "These got to none's best final loss with some seeds only: quack (1 of 2)." in text  # 5.01 is not 5.00
     assert "saves" not in text
 
 
 def test_a_loss(tmp_path: Path, tiny_config: Path) -> None:
     table = {"none": WIN["quack"], "quack": WIN["none"]}
     text = words(tmp_path, tiny_config, table, overhead=0.0)
-    assert "No other arm than none has a usable rate." in text
-    assert "0.200 higher, and the ranges of the seeds do not overlap" in text
-    assert "At no rate got there: quack." in text
+    assert "none 0.1 (the highest tried); quack no usable one." in text
+    assert "0.200 higher than none's, and the ranges of the seeds do not overlap" in text
+    assert "These got to none's best final loss at no rate: quack." in text
     assert "saves" not in text and "lower" not in text
 
 
@@ -124,7 +130,7 @@ def test_one_seed_proves_nothing(tmp_path: Path, tiny_config: Path) -> None:
 
 def test_a_baseline_without_a_usable_rate_gives_no_factor(tmp_path: Path, tiny_config: Path) -> None:
     text = words(tmp_path, tiny_config, WIN)
-    assert "none no usable one; quack 0.1." in text
+    assert "none no usable one; quack 0.1 (the highest tried)." in text
     assert "none has no usable rate by that measure (its best mean loss is 5.010, at 0.001)" in text
     assert "times" not in text
 
@@ -136,9 +142,9 @@ def test_a_baseline_that_is_usable_to_the_top_has_no_limit(tmp_path: Path, tiny_
 
 
 def test_everything_diverged(tmp_path: Path, tiny_config: Path) -> None:
-    table = {arm: dict.fromkeys(RATES, (math.inf, math.inf)) for arm in WIN}
+    table = {arm: dict.fromkeys(RATES, (math.inf, 5.0)) for arm in WIN}
     sweep, grid = measured(tmp_path, tiny_config, table, overhead=0.0)
-    assert describe_grid(grid) == "Every run diverged; there is nothing to compare."
+    assert describe_grid(grid) == "Every arm diverged at every rate with some seed; there is nothing to compare."
     assert "none is recommended" in recommend(sweep, grid)
     write_report(sweep, [grid], make_runs(table))  # without figures
     assert not list(sweep.folder.glob("report/*.png"))
@@ -149,17 +155,61 @@ def test_missing_cells_are_told(tmp_path: Path, tiny_config: Path) -> None:
     runs = make_runs(WIN)
     (grid,) = measure(sweep, [replace(runs[0], state="failed"), *runs[1:]], {})
     text = describe_grid(grid)
-    assert "Some cells have no result (1 of none); the measures leave them out." in text
+    assert "Some cells have no result (1 of none); all of this leaves them out." in text
     assert "with every seed that has a result)" in text
+    # What is left of none at its best rate is one seed, which has no range.
+    assert "0.210 lower than none's; with one seed that may be chance." in text
+    assert not grid.arms["none"].sensitivity.keys() & {0}
     (grid,) = measure(sweep, [replace(run, state="waiting") for run in runs], {})
     assert describe_grid(grid) == "No run has ended yet; there is nothing to compare."
+
+
+@pytest.mark.parametrize("arm", ["none", "quack"])
+def test_an_arm_without_results_did_not_diverge(tmp_path: Path, tiny_config: Path, arm: str) -> None:
+    runs = [replace(run, state="waiting") if run.cell.arm == arm else run for run in make_runs(WIN)]
+    (grid,) = measure(make_sweep(tmp_path, tiny_config, WIN), runs, {})
+    text = describe_grid(grid)
+    assert f"{arm} no result" in text and f"{arm} has no result." in text and f"(6 of {arm})" in text
+    assert "diverged" not in text and "at no rate" not in text and "times" not in text
+
+
+def test_an_arm_that_diverged_everywhere_is_told_apart_from_one_that_lost_a_seed(
+    tmp_path: Path, tiny_config: Path
+) -> None:
+    table: Table = {
+        "none": dict.fromkeys(RATES, (math.inf, math.inf)),
+        "quack": WIN["quack"],
+        "norm": dict.fromkeys(RATES, (math.inf, 5.0)),
+    }
+    _, grid = measured(tmp_path, tiny_config, table, overhead=0.0)
+    text = describe_grid(grid)
+    assert "none diverged at every rate; norm diverged at every rate with some seed." in text
+    assert "so there is no factor to state" in text and "none has no best loss, so no time to it is stated." in text
+    assert grid.arms["none"].sensitivity == {} and grid.arms["norm"].sensitivity.keys() == {1}
+
+
+def test_a_hole_below_the_highest_usable_rate_is_told(tmp_path: Path, tiny_config: Path) -> None:
+    table: Table = {
+        "none": {0.001: (4.85, 4.86), 0.01: (6.0, 6.0), 0.1: (6.0, 6.0)},
+        "quack": {0.001: (4.8, 4.8), 0.01: (6.0, 6.0), 0.1: (4.85, 4.86)},
+    }
+    text = words(tmp_path, tiny_config, table)
+    assert "quack 0.1 (100 times, the highest tried). But quack is not usable at every lower one: not at 0.01." in text
+
+
+def test_a_saving_within_the_noise_of_its_timing_is_none(tmp_path: Path, tiny_config: Path) -> None:
+    sweep = make_sweep(tmp_path, tiny_config, WIN)
+    steady, noisy = [{"none": 1.0, "quack": 1.1}] * 3, [{"none": 1.0, "quack": 1.0 + extra} for extra in (-1, 0.1, 3)]
+    noisy[0]["quack"] = 0.5
+    texts = [describe_grid(measure(sweep, make_runs(WIN), {"g": rounds})[0]) for rounds in (steady, noisy)]
+    assert "So quack saves seconds" in texts[0] and "No saving of seconds is shown" in texts[1]
 
 
 def test_the_advice_names_rate_alpha_and_margin(tmp_path: Path, tiny_config: Path) -> None:
     text = recommend(*measured(tmp_path, tiny_config, WIN))
     assert "g: quack at a base rate of 0.01 with alpha 0.1, final validation loss 4.810." in text
     assert "the rate may rise 10 times, the highest rate tried" in text
-    assert "Beside none at its best (5.010 at 0.001) that is 0.200 lower." in text
+    assert "Beside none at its best, 5.010 at 0.001, its loss is 0.200 lower than none's, and the ranges" in text
     advice = yaml.safe_load(text.partition("\n\n")[2])
     assert advice == {"optim": {"lr": 0.01}, "qk_control": {"policy": "quack", "alpha": 0.1}}
 
@@ -172,7 +222,34 @@ def test_the_advice_says_what_is_better_and_where_the_edge_is(tmp_path: Path, ti
     }
     text = recommend(*measured(tmp_path, tiny_config, table))
     assert "Margin: none on this grid, since the next higher rate is not usable; usable from 0.01 to 0.01" in text
-    assert "Beside norm at its best (4.855 at 0.01) that is 0.055 higher." in text
+    assert "Beside norm at its best, 4.855 at 0.01, its loss is 0.055 higher than norm's, and the ranges" in text
+
+
+def test_the_advice_holds_every_key_of_the_arm(tmp_path: Path, tiny_config: Path) -> None:
+    sweep = make_sweep(tmp_path, tiny_config, WIN)
+    arms = {
+        **sweep.arms,
+        "quack": {"qk_control": {"policy": "quack"}, "model.attention.qk_norm": True, "model.dim": 64},
+    }
+    sweep = sweep.model_copy(update={"arms": arms})
+    (grid,) = measure(sweep, make_runs(WIN), {})
+    assert yaml.safe_load(recommend(sweep, grid).partition("\n\n")[2]) == {
+        "model": {"attention": {"qk_norm": True}, "dim": 64},
+        "optim": {"lr": 0.01},
+        "qk_control": {"policy": "quack", "alpha": 0.1},
+    }
+
+
+def test_no_line_is_drawn_across_a_rate_without_a_mean(tmp_path: Path, tiny_config: Path) -> None:
+    table: Table = {**WIN, "none": {0.001: (5.0, 5.0), 0.01: (math.inf, 5.0), 0.1: (5.1, 5.1)}}
+    _, grid = measured(tmp_path, tiny_config, table)
+    figure = Figure()
+    draw_losses(figure, grid)
+    lines = {str(line.get_label()): line for line in figure.axes[0].get_lines()}
+    heights = np.asarray(lines["none"].get_ydata())
+    assert np.isnan(heights).tolist() == [False, True, False]
+    low, high = figure.axes[0].get_ylim()
+    assert low < min(4.8, grid.limit) and high > grid.limit
 
 
 @pytest.mark.parametrize("overhead", [None, 0.1])

@@ -35,8 +35,8 @@ def markdown(blocks: Sequence[Block]) -> str:
         elif block.kind == "image":
             parts.append(f"![{block.text}]({block.file})")
         elif block.kind == "table":
-            head, *rows = block.lines
-            lines = [head, ("---",) * len(head), *rows]
+            head, *rows = [[cell.replace("|", r"\|") for cell in line] for line in block.lines]
+            lines = [head, ["---"] * len(head), *rows]
             parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
         else:
             parts.append(block.text)
