@@ -135,8 +135,9 @@ class SocketTransport:
             # On every interface: the address may be one that the others see and this node does not have.
             self._listener = socket.create_server(("", port))
         except OSError as error:
+            reason = os.strerror(error.errno or 0)
             raise RunError(
-                f"--master-port {port}: cannot listen there: {error.strerror}; end what uses it, or choose another"
+                f"--master-port {port}: cannot listen there: {reason}; end what uses it, or choose another"
             ) from None
         self._listener.setblocking(False)
 
