@@ -198,6 +198,7 @@ class Attempt:
         self.ranks: dict[int, psutil.Process] = {}
         self._lost_launcher = False
         self._launcher_code: int | None = None
+        self._is_killed = False
         try:
             self._launcher = subprocess.Popen(
                 launch.command(self._folder),
@@ -255,8 +256,8 @@ class Attempt:
     def kill(self) -> None:
         """Kills whatever of this attempt still runs (a stopped process too), and waits until it is gone."""
         end = time.monotonic() + KILL_SECONDS
-        if self._launcher_code is None:
-            self._launcher_code = self._launcher.poll()
+        if not self._is_killed:  # afterwards it ended by this
+            self._launcher_code, self._is_killed = self._launcher.poll(), True
         self._launcher.kill()
         while (left := self.processes()) and time.monotonic() < end:
             for process in left:
