@@ -20,6 +20,7 @@ from launch.node_link import Link
 
 HANDED_OVER = ("NCCL", "GLOO", "UCX", "PYTHON", "OMP_", "CUDA", "DS_", "HF_", "STEADYHEAD_", "TORCH_")
 CONNECT_SECONDS = 10  # until a host answers ssh
+_LAST_WORDS_SECONDS = 1.0
 _PROJECT = Path(__file__).parents[1]
 
 
@@ -39,9 +40,19 @@ class Line:
         self.node = node
         self.last_words = ""
 
+        self._output: threading.Thread | None = None
+
     def pass_on(self, stream: IO[bytes], prefix: str) -> None:
         """Prints what the stream brings, line by line, from now on."""
-        threading.Thread(target=self._pass_on, args=(stream, prefix.encode()), name="Output", daemon=True).start()
+        self._output = threading.Thread(target=self._pass_on, args=(stream, prefix.encode()), daemon=True)
+        self._output.start()
+
+    def close(self) -> str:
+        """Ends it; the last that was heard."""
+        self.link.close()
+        if self._output is not None:
+            self._output.join(_LAST_WORDS_SECONDS)
+        return self.last_words or self.link.noise
 
     def _pass_on(self, stream: IO[bytes], prefix: bytes) -> None:
         for line in stream:
@@ -55,9 +66,11 @@ class Transport(Protocol):
 
     Attributes:
         listens: whether agents may come that were not started here.
+        variables: for every agent's environment.
     """
 
     listens: bool
+    variables: Mapping[str, str]
 
     def start(self, missing: Sequence[int]) -> list[Line]:
         """Starts what can be started here of the agents of these nodes."""
@@ -82,11 +95,13 @@ class SshTransport:
     Args:
         hosts: where.
         limit_seconds: of silence, after which a host counts as lost.
+        variables: for their environments, see `handed_over`.
     """
 
     listens = False
 
-    def __init__(self, hosts: Sequence[Host], limit_seconds: float) -> None:
+    def __init__(self, hosts: Sequence[Host], limit_seconds: float, variables: Mapping[str, str]) -> None:
+        self.variables = variables
         self._hosts = hosts
         self._limit_seconds = limit_seconds
 
@@ -127,6 +142,7 @@ class SocketTransport:
     """
 
     listens = True
+    variables: Mapping[str, str] = {}  # each node has its own
 
     def __init__(self, address: str, port: int, limit_seconds: float) -> None:
         self._limit_seconds = limit_seconds

@@ -6,7 +6,6 @@ they tell, and decides.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 from launch.attempt import KILL_SECONDS, POLL_SECONDS, TEARDOWN_SECONDS, Launch, Place, Report
 from launch.errors import EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, RunError
 from launch.node_link import Message
-from launch.node_transport import Line, Transport, handed_over
+from launch.node_transport import Line, Transport
 from launch.requests import Requests
 
 RETRY_SECONDS = 15.0  # for nodes that were lost, before a restart
@@ -53,7 +52,7 @@ class Nodes:
         requests: the head's; signals to agents are added.
         say: is called with one line for each event.
         arguments: of the run, which those who come by themselves must have been called with as well.
-        master_addr: where rank 0 listens; None: the address of the first node that answers.
+        master_addr: of node 0, where rank 0 listens; None: the address that it tells.
     """
 
     def __init__(
@@ -91,26 +90,23 @@ class Nodes:
         words: dict[int, str] = {}
         refusals: dict[int, str] = {}
         while set(self._missing) - set(refusals) and not self._requests and time.monotonic() < deadline:
-            waiting += self._transport.arrivals()
             if not waiting and not self._transport.listens:
                 break
             for line in list(waiting):
-                is_closed = line.link.is_closed  # before taking the last messages
-                for message in line.link.take():
-                    if message["kind"] == "hello":
-                        refusals.update(self._let_in(message, line))
-                        waiting.remove(line)
-                        break
-                else:
-                    if is_closed:
-                        waiting.remove(line)
-                        line.link.close()
-                        if line.node is not None:
-                            words[line.node] = line.last_words or line.link.noise
+                messages = line.link.take()
+                if line.link.is_closed:
+                    waiting.remove(line)
+                    said = line.close()
+                    if line.node is not None:
+                        words[line.node] = said
+                elif messages:
+                    waiting.remove(line)
+                    refusals.update(self._let_in(line, *messages))
             self.look()
-            time.sleep(POLL_SECONDS)
+            waiting += self._transport.arrivals()
+            time.sleep(POLL_SECONDS)  # by the next look it shows whether those who just came are there still
         for line in waiting:
-            line.link.close()
+            line.close()
         return [
             refusals.get(number) or self._transport.complain(number, words.get(number, "")) for number in self._missing
         ]
@@ -135,12 +131,7 @@ class Nodes:
         for node in self.present:
             is_closed = node.line.link.is_closed
             for message in node.line.link.take():
-                if message["kind"] == "event":
-                    self._say(f"{node.name}: {message['line']}")
-                elif message["kind"] == "request":
-                    self._requests.add(message["number"], node.name)
-                elif message["kind"] == "ended":
-                    node.report, node.port = Report.from_json(message["report"]), message["port"]
+                self._hear(node, message)
             silent_seconds = node.line.link.silent_seconds
             if is_closed or silent_seconds > self._limit_seconds:
                 lost.append(
@@ -150,17 +141,18 @@ class Nodes:
 
     def start(self, launch: Launch) -> NodesAttempt:
         """Starts a launcher on every node that answers."""
-        return NodesAttempt(self, launch, self._requests)
+        return NodesAttempt(self, launch)
 
     def place(self, index: int) -> Place:
         """Of the node with that index among those that answer."""
         first = self.present[0]
-        return Place(index, len(self._present), self._master_addr or first.address, first.port)
+        chosen = self._master_addr if first.number == 0 else None
+        return Place(index, len(self._present), chosen or first.address, first.port)
 
     def drop(self, node: Node, why: str) -> str:
         """Gives a node up; what is said about it."""
         del self._present[node.number]
-        node.line.link.close()
+        node.line.close()
         words = f"lost {node.name}: {why}"
         self._say(words)
         return words
@@ -174,11 +166,22 @@ class Nodes:
         while time.monotonic() < end and not all(node.line.link.is_closed for node in nodes):
             time.sleep(POLL_SECONDS)
         for node in nodes:
-            node.line.link.close()
+            node.line.close()
         self._transport.close()
 
-    def _let_in(self, hello: Message, line: Line) -> dict[int, str]:
+    def _hear(self, node: Node, message: Message) -> None:
+        if message["kind"] == "event":
+            self._say(f"{node.name}: {message['line']}")
+        elif message["kind"] == "request":
+            self._requests.add(message["number"], node.name)
+        elif message["kind"] == "ended":
+            node.report, node.port = Report.from_json(message["report"]), message["port"]
+
+    def _let_in(self, line: Line, hello: Message, *more: Message) -> dict[int, str]:
         """Takes an agent in, or turns it away; then its number, and why in one line."""
+        if hello["kind"] != "hello":
+            line.close()
+            return {}
         number, host = hello["node"], hello["host"]
         refusal = ""
         if number not in self._missing:
@@ -190,18 +193,20 @@ class Nodes:
             self._say(refusal)
             return {number: refusal} if number in self._missing else {}
         name = self._names[number] or f"node {number} ({host})"
-        line.link.send("setup", environ=handed_over(os.environ) if not self._transport.listens else {})
-        self._present[number] = Node(number, name, line, hello["address"], hello["port"])
+        line.link.send("setup", environ=self._transport.variables)
+        node = self._present[number] = Node(number, name, line, hello["address"], hello["port"])
+        for message in more:
+            self._hear(node, message)
         return {}
 
 
 class NodesAttempt:
     """One start of a launcher on every node; to be used as `launch.attempt.Attempt` is."""
 
-    def __init__(self, nodes: Nodes, launch: Launch, requests: Requests) -> None:
+    def __init__(self, nodes: Nodes, launch: Launch) -> None:
         self._nodes = nodes
         self._launch = launch
-        self._num_signals_sent = len(requests)
+        self._num_signals_sent = 0
         self._faults: list[str] = []
         self._started = nodes.present
         for index, node in enumerate(self._started):

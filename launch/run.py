@@ -19,7 +19,7 @@ from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, Run
 from launch.node_agent import Agent
 from launch.node_link import BEAT_SECONDS
 from launch.node_options import NodeChoice, add_node_arguments, choose_nodes
-from launch.node_transport import SocketTransport, SshTransport, connect
+from launch.node_transport import SocketTransport, SshTransport, connect, handed_over
 from launch.nodes import Nodes
 from launch.requests import Requests, say, write_line
 from launch.supervise import Crew, ThisNode, preflight, supervise
@@ -56,7 +56,9 @@ def lead(choice: NodeChoice, launch: Launch, config: Config, options: argparse.N
     """The head of several nodes: brings them together, and supervises the run on them. Returns the exit code."""
     assert choice.hosts or choice.master_addr is not None
     if choice.hosts:
-        transport: SshTransport | SocketTransport = SshTransport(choice.hosts, options.lost_after)
+        transport: SshTransport | SocketTransport = SshTransport(
+            choice.hosts, options.lost_after, handed_over(os.environ)
+        )
         names = [host.name for host in choice.hosts]
     else:
         transport = SocketTransport(choice.master_addr or "", choice.port, options.lost_after)
