@@ -104,10 +104,18 @@ class Launch:
             ranks = ["--include", "localhost:" + ",".join(devices[: self.num_ranks])] if devices else []
             return ["--hostfile", os.devnull, *(ranks or ["--num_gpus", str(self.num_ranks)])]
         # The names stand for themselves: nobody is looked for under them.
-        hostfile = folder / "hostfile"
         names = [f"node-{number}" for number in range(self.place.num_nodes)]
-        hostfile.write_text("".join(f"{name} slots={self.num_ranks}\n" for name in names))
-        return ["--hostfile", str(hostfile), "--no_ssh", "--node_rank", str(self.place.node)]
+        slots = dict.fromkeys(names, self.num_ranks)
+        options = ["--no_ssh", "--node_rank", str(self.place.node)]
+        devices = devices[: self.num_ranks]
+        if devices and all(device.isdecimal() for device in devices):
+            own = names[self.place.node]
+            slots[own] = max(map(int, devices)) + 1
+            chosen = [f"{name}:{','.join(devices)}" if name == own else name for name in names]
+            options += ["--include", "@".join(chosen)]
+        hostfile = folder / "hostfile"
+        hostfile.write_text("".join(f"{name} slots={number}\n" for name, number in slots.items()))
+        return ["--hostfile", str(hostfile), *options]
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,8 @@ def test_a_remote_shell_sees_the_folder_as_it_is(tmp_path: Path, monkeypatch: py
     assert output.splitlines()[0] == str(folder) and output.splitlines()[1].startswith(str(ROOT))
 
 
-def test_launches_and_reports_travel_as_json(tmp_path: Path) -> None:
+def test_launches_and_reports_travel_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     launch = Launch("deepspeed", 2, ("a.yaml", "k=v"), place=Place(1, 3, "10.0.0.1", 1234))
     assert Launch.from_json(json.loads(json.dumps(launch.to_json()))) == launch
     report = Report("torchrun", (2, 3), {2: RankOutcome(1, "why"), 3: RankOutcome(0)}, True, None, "x")
@@ -195,9 +196,15 @@ def test_launches_and_reports_travel_as_json(tmp_path: Path) -> None:
     command = launch.command(tmp_path)
     assert (tmp_path / "hostfile").read_text() == "node-0 slots=2\nnode-1 slots=2\nnode-2 slots=2\n"
     assert command[1:5] == ["--master_addr", "10.0.0.1", "--master_port", "1234"]
-    assert command[-5:-3] == ["--node_rank", "1"] and "--no_ssh" in command
+    assert command[-6:-3] == ["--no_ssh", "--node_rank", "1"]
     command = Launch("torchrun", 2, ("a.yaml",), place=launch.place).command(tmp_path)
     assert command[1:7] == ["--nnodes", "3", "--node_rank", "1", "--nproc_per_node", "2"]
+
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,2,7")
+    command = launch.command(tmp_path)
+    assert (tmp_path / "hostfile").read_text() == "node-0 slots=2\nnode-1 slots=6\nnode-2 slots=2\n"
+    assert command[-5:-3] == ["--include", "node-0@node-1:5,2@node-2"]
 
 
 def test_ranks_of_the_preflight_know_their_place() -> None:

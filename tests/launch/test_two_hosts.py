@@ -204,6 +204,18 @@ def test_a_lost_host_is_left_out_until_it_is_back(
     reference.check(tiny_config, folder, relative=1e-4)
 
 
+def test_nobody_outlives_a_killed_head(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
+    """As on a single node, what was trained is saved."""
+    folder = tmp_path / "runs/tiny"
+    options = ["--launcher", "torchrun", "--no-check", "--hostfile", hosts.hostfile()]
+    process = hosts.a.start(run_command(tiny_config, *options))
+    wait_for_progress(hosts, folder, (1, 1), process)
+    hosts.a.signal(process, signal.SIGKILL)
+    finish(process, timeout=60)
+    wait_until(lambda: hosts.left() == [], "empty hosts")
+    assert list_checkpoints(folder / "checkpoints")[-1][0] == step(folder)
+
+
 def test_every_node_calls_the_command(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
     """Without ssh, as srun would start and signal it: one request, the same exit code everywhere."""
     folder = tmp_path / "runs/tiny"
