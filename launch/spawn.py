@@ -12,9 +12,15 @@ import sys
 from collections.abc import Mapping, Sequence
 
 
-def rank_variables(num_ranks: int, node: int, num_nodes: int, local_rank: int) -> dict[str, str]:
-    """What tells a process its rank, see `launch.topology`."""
+def rank_environment(
+    environ: Mapping[str, str], num_ranks: int, node: int, num_nodes: int, local_rank: int
+) -> dict[str, str]:
+    """An environment that tells a process its rank, see `launch.topology`.
+
+    srun may have started one task on this node that starts all its ranks; its numbers are not theirs.
+    """
     return {
+        **{name: value for name, value in environ.items() if not name.startswith("SLURM_")},
         "RANK": str(node * num_ranks + local_rank),
         "WORLD_SIZE": str(num_nodes * num_ranks),
         "LOCAL_RANK": str(local_rank),
@@ -36,7 +42,7 @@ def spawn(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     ranks = [
         subprocess.Popen(
             [sys.executable, *arguments[5:]],
-            env={**environ, **master, **rank_variables(num_ranks, node, num_nodes, local_rank)},
+            env={**rank_environment(environ, num_ranks, node, num_nodes, local_rank), **master},
         )
         for local_rank in range(num_ranks)
     ]

@@ -31,7 +31,7 @@ from launch.node_transport import handed_over, parse_environment, socket_link, s
 from launch.nodes import is_failure
 from launch.requests import Requests
 from launch.run import parse_arguments
-from launch.spawn import rank_variables
+from launch.spawn import rank_environment
 from launch.topology import detect_topology
 from tests.conftest import ROOT, python
 
@@ -208,7 +208,7 @@ def test_launches_and_reports_travel_as_json(tmp_path: Path, monkeypatch: pytest
 
 
 def test_ranks_of_the_preflight_know_their_place() -> None:
-    environ = {**rank_variables(2, 1, 3, 1), "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    environ = {**rank_environment(SRUN, 2, 1, 3, 1), "MASTER_ADDR": "a", "MASTER_PORT": "1"}
     topology = detect_topology(environ)
     assert (topology.rank, topology.world_size, topology.local_rank, topology.local_world_size) == (3, 6, 1, 2)
     assert topology.node == 1
