@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Debian packages that some tests need: a SLURM of one machine. Where they cannot be installed, nothing fails here, and
-# those tests are skipped with their reason.
+# Debian packages that some tests need: a SLURM of one machine, and two hosts in network namespaces with an sshd each.
+# Where they cannot be installed, nothing fails here, and those tests are skipped with their reason.
 set -uo pipefail
 
-packages=(slurm-wlm munge)
+packages=(slurm-wlm munge openssh-server pdsh iproute2)
 
 if dpkg --status "${packages[@]}" > /dev/null 2>&1; then
     exit 0

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -22,6 +22,7 @@ from launch.stop import LOST_SECONDS
 from launch.topology import free_port, threads_per_rank
 
 LAUNCHERS = ("deepspeed", "torchrun", "python")
+SPAWN = "spawn"  # see `launch.spawn`; not for train.py
 POLL_SECONDS = 0.1
 TEARDOWN_SECONDS = 10.0  # for the other ranks and the launcher, once a rank has failed or all have ended
 KILL_SECONDS = 20.0
@@ -29,35 +30,163 @@ _SCRIPT = Path(__file__).parents[1] / "train.py"
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a node stands among the nodes of one start.
+
+    Attributes:
+        node: its number, from 0.
+        num_nodes: all of them, each with the same number of ranks.
+        master_addr, master_port: where rank 0 listens.
+    """
+
+    node: int
+    num_nodes: int
+    master_addr: str
+    master_port: int
+
+
+@dataclass(frozen=True)
 class Launch:
     """What to start on this node.
 
     Attributes:
-        launcher: one of `LAUNCHERS`.
-        num_ranks: processes; `python` starts only one.
-        arguments: of train.py.
+        launcher: one of `LAUNCHERS`, or `SPAWN`.
+        num_ranks: processes on this node; `python` starts only one.
+        arguments: of train.py, or of the module.
+        module: to run instead of train.py.
+        place: among several nodes; None: this node is the only one, and rank 0 gets a port of its own.
     """
 
     launcher: str
     num_ranks: int
     arguments: tuple[str, ...]
+    module: str | None = None
+    place: Place | None = None
 
-    def command(self) -> list[str]:
-        """The command line, with a port of its own for every call. Raises RunError when the launcher is missing."""
-        script = [str(_SCRIPT), *self.arguments]
-        port = str(free_port())
+    def command(self, folder: Path) -> list[str]:
+        """The command line.
+
+        Args:
+            folder: for files that the launcher reads.
+
+        Raises:
+            RunError: the launcher is missing.
+        """
+        script = [str(_SCRIPT)] if self.module is None else ["-m", self.module]
         if self.launcher == "python":
-            return [sys.executable, *script]
+            return [sys.executable, *script, *self.arguments]
+        place = self.place or Place(0, 1, "127.0.0.1", free_port())
+        if self.launcher == SPAWN:
+            options = [str(self.num_ranks), str(place.node), str(place.num_nodes)]
+            options += [place.master_addr, str(place.master_port)]
+            return [sys.executable, "-m", "launch.spawn", *options, *script, *self.arguments]
         program = _find_program(self.launcher)
+        options = ["--master_addr", place.master_addr, "--master_port", str(place.master_port)]
         if self.launcher == "torchrun":
-            return [program, "--nproc_per_node", str(self.num_ranks), "--master_port", port, *script]
-        options = ["--log_level", "error", "--hostfile", os.devnull, "--master_port", port]
-        if count_gpus() > 0 and (devices := visible_devices()):
-            # Given a number, the launcher would ignore CUDA_VISIBLE_DEVICES.
-            options += ["--include", "localhost:" + ",".join(devices[: self.num_ranks])]
-        else:
-            options += ["--num_gpus", str(self.num_ranks)]
-        return [program, *options, *script]
+            nodes = ["--nnodes", str(place.num_nodes), "--node_rank", str(place.node)]
+            return [program, *nodes, "--nproc_per_node", str(self.num_ranks), *options, *script, *self.arguments]
+        options += ["--log_level", "error", *self._deepspeed_ranks(folder)]
+        return [program, *options, *(["--module"] if self.module else []), self.module or script[0], *self.arguments]
+
+    def to_json(self) -> dict[str, Any]:
+        """For `from_json` on another node."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Launch:
+        """From what `to_json` returned."""
+        place = None if tree["place"] is None else Place(**tree["place"])
+        return cls(**{**tree, "arguments": tuple(tree["arguments"]), "place": place})
+
+    def _deepspeed_ranks(self, folder: Path) -> list[str]:
+        devices = visible_devices() if count_gpus() > 0 else []  # else the launcher would ignore CUDA_VISIBLE_DEVICES
+        if self.place is None:
+            ranks = ["--include", "localhost:" + ",".join(devices[: self.num_ranks])] if devices else []
+            return ["--hostfile", os.devnull, *(ranks or ["--num_gpus", str(self.num_ranks)])]
+        # The names stand for themselves: nobody is looked for under them.
+        names = [f"node-{number}" for number in range(self.place.num_nodes)]
+        slots = dict.fromkeys(names, self.num_ranks)
+        options = ["--no_ssh", "--node_rank", str(self.place.node)]
+        devices = devices[: self.num_ranks]
+        if devices and all(device.isdecimal() for device in devices):
+            own = names[self.place.node]
+            slots[own] = max(map(int, devices)) + 1
+            chosen = [f"{name}:{','.join(devices)}" if name == own else name for name in names]
+            options += ["--include", "@".join(chosen)]
+        hostfile = folder / "hostfile"
+        hostfile.write_text("".join(f"{name} slots={number}\n" for name, number in slots.items()))
+        return ["--hostfile", str(hostfile), *options]
+
+
+@dataclass(frozen=True)
+class Report:
+    """How an attempt ended, on one node or on all.
+
+    Attributes:
+        launcher: its name.
+        ranks: that have announced themselves.
+        outcomes: what ranks have reported.
+        lost_launcher: whether the launcher ended before the ranks, as far as anybody noticed.
+        launcher_code: the launcher's exit code; None where it had to be killed.
+        fault: why the attempt failed, where it is not the ranks who know.
+    """
+
+    launcher: str
+    ranks: tuple[int, ...]
+    outcomes: dict[int, RankOutcome]
+    lost_launcher: bool = False
+    launcher_code: int | None = None
+    fault: str = ""
+
+    @classmethod
+    def merge(cls, reports: Iterable[Report], fault: str = "") -> Report:
+        """One report of all nodes; `fault` says which nodes were lost."""
+        reports = list(reports)
+        faults = [report.fault for report in reports if report.fault]
+        codes = [report.launcher_code for report in reports if report.launcher_code != 0]
+        return cls(
+            launcher=reports[0].launcher if reports else "",
+            ranks=tuple(sorted(rank for report in reports for rank in report.ranks)),
+            outcomes={rank: outcome for report in reports for rank, outcome in report.outcomes.items()},
+            lost_launcher=bool(fault) or any(report.lost_launcher for report in reports),
+            launcher_code=codes[0] if codes else 0,
+            fault=fault or (faults[0] if faults else ""),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For `from_json` on another node."""
+        return {**asdict(self), "outcomes": {str(rank): asdict(one) for rank, one in self.outcomes.items()}}
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> Report:
+        """From what `to_json` returned, after it was sent as JSON."""
+        outcomes = {int(rank): RankOutcome(**outcome) for rank, outcome in tree["outcomes"].items()}
+        return cls(**{**tree, "ranks": tuple(tree["ranks"]), "outcomes": outcomes})
+
+    @property
+    def codes(self) -> set[int]:
+        """The exit codes that ranks have reported."""
+        return {outcome.code for outcome in self.outcomes.values()}
+
+    def failure(self) -> str:
+        """In one line, why an attempt failed: a rank's own words, else who ended without a word."""
+        reasons = [(rank, outcome.reason) for rank, outcome in sorted(self.outcomes.items()) if outcome.reason]
+        first_hand = [(rank, reason) for rank, reason in reasons if "lost contact" not in reason]
+        silent = sorted(rank for rank in self.ranks if rank not in self.outcomes)
+        if self.fault:
+            return self.fault
+        if first_hand:
+            rank, reason = first_hand[0]
+            return reason if reason.startswith("rank ") else f"rank {rank}: {reason}"
+        if self.lost_launcher:
+            return f"{self.launcher} ended while ranks were running"
+        if silent:
+            return f"rank {', '.join(map(str, silent))} was killed or crashed"
+        if reasons:
+            return reasons[0][1]
+        if not self.ranks:
+            return f"{self.launcher} ended with code {self.launcher_code} before it had started a rank"
+        return "the ranks ended without the completion marker"
 
 
 class Attempt:
@@ -70,33 +199,39 @@ class Attempt:
     """
 
     def __init__(self, launch: Launch, say: Callable[[str], None], output: IO[bytes] | None = None) -> None:
-        command = launch.command()
         self._launch = launch
         self._say = say
         self._folder = Path(tempfile.mkdtemp(prefix="steadyhead-ranks-"))
         self._signals_sent: dict[int, int] = {}
         self.ranks: dict[int, psutil.Process] = {}
         self._lost_launcher = False
-        self._launcher = subprocess.Popen(
-            command,
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        self._launcher_code: int | None = None
+        self._is_killed = False
+        try:
+            self._launcher = subprocess.Popen(
+                launch.command(self._folder),
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        except (RunError, OSError):
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         plural = "s" if launch.num_ranks > 1 else ""
         say(f"started {launch.launcher} (process {self._launcher.pid}) for {launch.num_ranks} rank{plural}")
 
-    def wait(self, requests: Sequence[int] = ()) -> None:
+    def wait(self, requests: Sequence[int] = (), is_given_up: Callable[[], bool] = lambda: False) -> None:
         """Returns when the attempt is over and none of its processes is left.
 
         Args:
             requests: signals for every rank; a handler may append to it meanwhile. With a second SIGINT in it, or
                 when there is no rank yet, everything is killed at once.
+            is_given_up: is asked all the time; when it says so, everything is killed at once.
         """
         deadline: float | None = None
-        while not self._is_over(requests):
+        while not is_given_up() and not self._is_over(requests):
             now = time.monotonic()
             if deadline is None and (seconds := self._seconds_to_end()) is not None:
                 deadline = now + seconds
@@ -129,6 +264,8 @@ class Attempt:
     def kill(self) -> None:
         """Kills whatever of this attempt still runs (a stopped process too), and waits until it is gone."""
         end = time.monotonic() + KILL_SECONDS
+        if not self._is_killed:  # afterwards it ended by this
+            self._launcher_code, self._is_killed = self._launcher.poll(), True
         self._launcher.kill()
         while (left := self.processes()) and time.monotonic() < end:
             for process in left:
@@ -146,33 +283,13 @@ class Attempt:
         """What the ranks reported before they ended."""
         return read_outcomes(self._folder)
 
-    def close(self) -> dict[int, RankOutcome]:
-        """Removes the folder of announcements and returns the outcomes that were in it."""
+    def close(self) -> Report:
+        """Removes the folder of announcements; returns what was in it."""
         outcomes = self.outcomes()
         shutil.rmtree(self._folder, ignore_errors=True)
-        return outcomes
-
-    def lost_launcher(self, outcomes: dict[int, RankOutcome]) -> bool:
-        """Whether the launcher ended before the ranks, as far as this process or a rank noticed."""
-        return self._lost_launcher or any(outcome.is_orphan for outcome in outcomes.values())
-
-    def failure(self, outcomes: dict[int, RankOutcome]) -> str:
-        """In one line, why an attempt failed: a rank's own words, else who ended without a word."""
-        reasons = [(rank, outcome.reason) for rank, outcome in sorted(outcomes.items()) if outcome.reason]
-        first_hand = [(rank, reason) for rank, reason in reasons if "lost contact" not in reason]
-        silent = sorted(rank for rank in self.ranks if rank not in outcomes)
-        if first_hand:
-            rank, reason = first_hand[0]
-            return reason if reason.startswith("rank ") else f"rank {rank}: {reason}"
-        if self.lost_launcher(outcomes):
-            return f"{self._launch.launcher} ended while ranks were running"
-        if silent:
-            return f"rank {', '.join(map(str, silent))} was killed or crashed"
-        if reasons:
-            return reasons[0][1]
-        if not self.ranks:
-            return f"{self._launch.launcher} ended with code {self._launcher.poll()} before it had started a rank"
-        return "the ranks ended without the completion marker"
+        lost_launcher = self._lost_launcher or any(outcome.is_orphan for outcome in outcomes.values())
+        code = self._launcher_code
+        return Report(self._launch.launcher, tuple(sorted(self.ranks)), outcomes, lost_launcher, code)
 
     def _environment(self) -> dict[str, str]:
         # The same for every launcher; torchrun would take 1.

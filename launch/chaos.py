@@ -120,7 +120,7 @@ class KilledRun:
             left = attempt.processes()
         finally:
             attempt.kill()
-            outcomes = attempt.close()
+            report = attempt.close()
         if left:
             self.faults.append(f"process {', '.join(str(process.pid) for process in left)} outlived a kill")
         if kill is not None:
@@ -130,7 +130,7 @@ class KilledRun:
         elif plan is not None and done_step(self.folder) is not None:
             self.faults.append(f"the run finished before kill {len(self.kills) + 1}; raise train.steps")
         elif plan is not None or done_step(self.folder) is None:
-            self.faults.append(f"a start ended by itself: {attempt.failure(outcomes)}")
+            self.faults.append(f"a start ended by itself: {report.failure()}")
         self.faults += differences(self._expected, losses(read_records(self.folder)), self._tolerance)
 
     def check_end(self, whole: Path) -> None:
@@ -331,9 +331,9 @@ def run_uninterrupted(launch: Launch, folder: Path, last_step: int, output: IO[b
             was_saving = saving
     finally:
         attempt.kill()
-        outcomes = attempt.close()
+        report = attempt.close()
     if done_step(folder) != last_step:
-        raise RunError(f"the uninterrupted run failed: {attempt.failure(outcomes)}")
+        raise RunError(f"the uninterrupted run failed: {report.failure()}")
     step_seconds = [record["step_seconds"] for record in read_records(folder)]
     return Pace((first_step or begin) - begin, statistics.median(step_seconds), statistics.median(save_seconds or [0]))
 

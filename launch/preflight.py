@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from launch.errors import EXIT_DONE, EXIT_FAILURE, RunError
+from launch.lifeline import RankOutcome, report_outcome
 from launch.run import add_run_arguments, positive_integer
 from launch.shared_folder import SharedFolder
 from launch.topology import Topology, detect_topology
@@ -198,6 +199,7 @@ def _reduce(topology: Topology, store: dist.Store, backend: str) -> dict[str, An
 
 def _end(exit_code: int) -> NoReturn:
     """At once: the interpreter's own end would wait for an all-reduce that hangs."""
+    report_outcome(RankOutcome(exit_code))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

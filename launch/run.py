@@ -1,4 +1,4 @@
-"""Supervises a run on this node: starts the launcher, forwards signals to every rank, restarts after a failure.
+"""Supervises a run: starts the launcher on every node, forwards signals to every rank, restarts after a failure.
 
 Exit codes: 0 the run is finished, 75 stopped on request after a checkpoint, 1 failed, 2 wrong usage. They come from
 what the ranks report and from the run's DONE marker, not from the launcher.
@@ -7,39 +7,24 @@ what the ranks report and from the run's DONE marker, not from the launcher.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from types import FrameType
 
 from configs.errors import ConfigError
 from configs.load import load_config
 from configs.schema import Config
-from launch.attempt import LAUNCHERS, Attempt, Launch, count_gpus
+from launch.attempt import LAUNCHERS, SPAWN, Launch, count_gpus
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, RunError
-from launch.observe import done_step, newest_checkpoint
-from launch.stop import SIGNALS
+from launch.node_agent import Agent
+from launch.node_link import BEAT_SECONDS
+from launch.node_options import NodeChoice, add_node_arguments, choose_nodes
+from launch.node_transport import SocketTransport, SshTransport, connect, handed_over
+from launch.nodes import Nodes
+from launch.requests import Requests, say, write_line
+from launch.supervise import Crew, ThisNode, preflight, supervise
 
-FIRST_BACKOFF_SECONDS = 1.0
-LONGEST_BACKOFF_SECONDS = 60.0
-
-
-class Requests(list[int]):
-    """Signals that this process got, in order; each is for every rank."""
-
-    def listen(self) -> None:
-        """Collects signals from now on."""
-        for number in SIGNALS:
-            signal.signal(number, self._take)
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self.append(number)
-        more = "; killing all ranks" if self.count(signal.SIGINT) > 1 else "; forwarding it to every rank"
-        say(f"got {signal.Signals(number).name}{more}")
+ANSWER_SECONDS = 60.0  # until all nodes have come
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,19 +32,97 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         config = load_config(options.config, options.overrides)
-        num_ranks = choose_num_ranks(options.launcher, options.num_ranks)
+        choice = choose_nodes(options, os.environ)
+        num_ranks = choice.hosts[0].slots if choice.hosts else choose_num_ranks(options.launcher, options.num_ranks)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return EXIT_USAGE
     launch = Launch(options.launcher, num_ranks, (options.config, *options.overrides))
-    requests = Requests()
+    requests = Requests(say)
     requests.listen()
     try:
-        return supervise(launch, config, options.max_restarts, requests)
+        if choice.node > 0:
+            return follow(choice, launch, options, requests)
+        if choice.is_several:
+            return lead(choice, launch, config, options, requests)
+        return carry_through(ThisNode(), 1, launch, config, options, requests)
     except (RunError, OSError) as error:
-        _write(2, f"error: {error}")
+        write_line(2, f"error: {error}")
         return EXIT_FAILURE
+
+
+def lead(choice: NodeChoice, launch: Launch, config: Config, options: argparse.Namespace, requests: Requests) -> int:
+    """The head of several nodes: brings them together, and supervises the run on them. Returns the exit code."""
+    assert choice.hosts or choice.master_addr is not None
+    if choice.hosts:
+        transport: SshTransport | SocketTransport = SshTransport(
+            choice.hosts, options.lost_after, handed_over(os.environ)
+        )
+        names = [host.name for host in choice.hosts]
+    else:
+        transport = SocketTransport(choice.master_addr or "", choice.port, options.lost_after)
+        names = [""] * choice.num_nodes
+    nodes = Nodes(names, transport, options.lost_after, requests, say, agreed_on(launch, options), choice.master_addr)
+    exit_code = EXIT_FAILURE
+    try:
+        problems = nodes.gather(ANSWER_SECONDS)
+        if requests:
+            say("stopped on request")
+            exit_code = EXIT_STOPPED
+        elif problems:
+            for problem in problems:
+                write_line(2, f"error: {problem}")
+        else:
+            say(f"{len(names)} nodes answer: {', '.join(node.name for node in nodes.present)}")
+            exit_code = carry_through(nodes, len(names), launch, config, options, requests)
+    finally:
+        nodes.leave(exit_code)
+    return exit_code
+
+
+def follow(choice: NodeChoice, launch: Launch, options: argparse.Namespace, requests: Requests) -> int:
+    """A further node: does what node 0 says. Returns the exit code that node 0 ends with, too."""
+    assert choice.master_addr is not None
+    while True:
+        link = connect(choice.master_addr, choice.port, ANSWER_SECONDS, lambda: bool(requests))
+        if link is None:
+            break
+        limit_seconds = options.lost_after - 2 * BEAT_SECONDS
+        agent = Agent(link, choice.node, limit_seconds, requests, True, arguments=agreed_on(launch, options))
+        exit_code = agent.serve()
+        if exit_code is not None:
+            say(f"node 0 has ended the run with code {exit_code}")
+            return exit_code
+        say("lost node 0; its ranks here have ended")
+    if requests:
+        return EXIT_FAILURE if requests.shall_kill else EXIT_STOPPED
+    raise RunError(
+        f"node {choice.node}: node 0 cannot be reached at {choice.master_addr}:{choice.port} within "
+        f"{ANSWER_SECONDS:.0f} s; see whether the command runs there with --node-rank 0, and the firewall"
+    )
+
+
+def agreed_on(launch: Launch, options: argparse.Namespace) -> list[str]:
+    """What must be the same on all nodes on which the command is called."""
+    settings = [
+        f"--launcher {launch.launcher}",
+        f"--num-ranks {launch.num_ranks}",
+        f"--lost-after {options.lost_after}",
+    ]
+    return [*launch.arguments, *settings]
+
+
+def carry_through(
+    crew: Crew, num_nodes: int, launch: Launch, config: Config, options: argparse.Namespace, requests: Requests
+) -> int:
+    """Compares the nodes where that is asked for, or where there are several; then supervises the run."""
+    if options.check or (num_nodes > 1 and not options.no_check):
+        check = Launch(SPAWN, launch.num_ranks, launch.arguments, "launch.preflight")
+        exit_code = preflight(crew, check, num_nodes * launch.num_ranks, requests)
+        if options.check or exit_code != EXIT_DONE:
+            return exit_code
+    return supervise(crew, launch, config, options.max_restarts, requests)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -68,8 +131,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_run_arguments(parser)
     parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed", help="default: deepspeed")
     parser.add_argument(
-        "--num-ranks", type=positive_integer, metavar="N", help="processes on this node; default: its GPUs, 1 on CPU"
+        "--num-ranks", type=positive_integer, metavar="N", help="processes on each node; default: its GPUs, 1 on CPU"
     )
+    add_node_arguments(parser)
     parser.add_argument(
         "--max-restarts",
         type=non_negative_integer,
@@ -77,6 +141,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="R",
         help="start again from the last checkpoint after at most R failures; default: 0",
     )
+    check = parser.add_mutually_exclusive_group()
+    check.add_argument("--check", action="store_true", help="only compare the nodes, see launch.preflight")
+    check.add_argument("--no-check", action="store_true", help="do not compare several nodes before the start")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -116,88 +183,6 @@ def choose_num_ranks(launcher: str, wanted: int | None) -> int:
     if wanted and num_gpus and wanted > num_gpus:
         raise ConfigError([f"--num-ranks {wanted}: this node shows {num_gpus} GPUs, and every rank needs its own"])
     return wanted or max(1, num_gpus)
-
-
-def supervise(launch: Launch, config: Config, max_restarts: int, requests: Requests) -> int:
-    """Starts the run again after failures until it is finished, stopped or failed too often. Returns the exit code."""
-    assert config.run.name is not None
-    folder = Path(config.run.dir) / config.run.name
-    last_step = config.train.stop_step or config.train.steps
-    begin = time.time()
-    backoff_seconds = FIRST_BACKOFF_SECONDS
-    num_restarts = 0
-    while True:
-        known = newest_checkpoint(folder)
-        exit_code, reason = run_once(launch, folder, last_step, requests)
-        if exit_code == EXIT_DONE:
-            say(f"finished: {folder}")
-            return EXIT_DONE
-        if exit_code == EXIT_STOPPED:
-            say(f"stopped on request; the same command goes on from {newest_checkpoint(folder)[1] or 'the start'}")
-            return EXIT_STOPPED
-        if num_restarts == max_restarts or requests or exit_code == EXIT_USAGE:
-            _write(2, f"error: {reason}")
-            return exit_code
-        num_restarts += 1
-        if newest_checkpoint(folder) != known:
-            backoff_seconds = FIRST_BACKOFF_SECONDS
-        say(f"failed: {reason}; restart {num_restarts} of {max_restarts} in {backoff_seconds:.0f} s")
-        if wait_for_request(backoff_seconds, requests):
-            say("stopped on request")
-            return EXIT_STOPPED
-        backoff_seconds = min(2 * backoff_seconds, LONGEST_BACKOFF_SECONDS)
-        launch = going_on(launch, folder, begin)
-
-
-def run_once(launch: Launch, folder: Path, last_step: int, requests: Requests) -> tuple[int, str]:
-    """One attempt: its exit code, and in one line why it failed."""
-    attempt = Attempt(launch, say)
-    try:
-        attempt.wait(requests)
-    finally:
-        attempt.kill()
-        outcomes = attempt.close()
-    codes = {outcome.code for outcome in outcomes.values()}
-    if EXIT_DONE in codes and (done_step(folder) or 0) >= last_step:
-        return EXIT_DONE, ""
-    # A rank that reports 75 knows of the commit; others may have lost contact when it left.
-    if EXIT_STOPPED in codes and (requests or not attempt.lost_launcher(outcomes)):
-        return EXIT_STOPPED, ""
-    if requests.count(signal.SIGINT) > 1:
-        return EXIT_FAILURE, "interrupted; the run can go on from its last checkpoint"
-    if requests and not attempt.ranks:
-        return EXIT_STOPPED, ""
-    return EXIT_USAGE if EXIT_USAGE in codes else EXIT_FAILURE, attempt.failure(outcomes)
-
-
-def going_on(launch: Launch, folder: Path, begin: float) -> Launch:
-    """The same launch, which goes on from what was saved since `begin`, whatever `run.resume` says of the first start.
-
-    Until something was saved, a restart does what the first start did.
-    """
-    _, newest = newest_checkpoint(folder)
-    if newest is None or newest.stat().st_mtime < begin or "run.resume=auto" in launch.arguments:
-        return launch
-    return Launch(launch.launcher, launch.num_ranks, (*launch.arguments, "run.resume=auto"))
-
-
-def wait_for_request(seconds: float, requests: Requests) -> bool:
-    """Waits; whether a request came."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not requests:
-        time.sleep(0.05)
-    return bool(requests)
-
-
-def say(message: str) -> None:
-    """Prints one line about an event."""
-    _write(1, f"launch.run: {message}")
-
-
-def _write(descriptor: int, line: str) -> None:
-    """Not by print(): this is also called where a signal interrupted one, and nobody may be reading any more."""
-    with contextlib.suppress(OSError):
-        os.write(descriptor, f"{line}\n".encode())
 
 
 if __name__ == "__main__":

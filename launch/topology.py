@@ -130,10 +130,10 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int]:
     return _text(environ, "MASTER_ADDR"), port
 
 
-def free_port() -> int:
-    """A TCP port on the loopback interface that is free at this moment."""
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that is free at this moment at an address of this host; "" stands for all of them."""
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind((address, 0))
         return int(listener.getsockname()[1])
 
 

@@ -118,9 +118,9 @@ def _try(sweep: Sweep, cell: Cell, requests: Signals, parent: int | None, output
         attempt.wait(requests)
     finally:
         attempt.kill()
-        outcomes = attempt.close()
+        report = attempt.close()
         watch.end()
-    reason = attempt.failure(outcomes)
+    reason = report.failure()
     diverged_at = nonfinite_step(reason) or watch.diverged_at
     if diverged_at is not None and folder.exists():
         mark_diverged(sweep, cell, diverged_at)

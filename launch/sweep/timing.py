@@ -107,11 +107,11 @@ def _time_stretch(sweep: Sweep, timing: Timing, cell: Cell, requests: Signals) -
             attempt.wait(requests)
         finally:
             attempt.kill()
-            outcomes = attempt.close()
+            report = attempt.close()
     if requests:
         return None
     records = read_records(parent / cell.name)
-    if {outcome.code for outcome in outcomes.values()} != {EXIT_DONE} or len(records) < timing.steps:
-        raise RunError(f"timing of {cell.name}: {attempt.failure(outcomes)}; see {sweep.folder / LOGS / 'timing.log'}")
+    if report.codes != {EXIT_DONE} or len(records) < timing.steps:
+        raise RunError(f"timing of {cell.name}: {report.failure()}; see {sweep.folder / LOGS / 'timing.log'}")
     shutil.rmtree(parent)
     return mean([record["step_seconds"] for record in records[timing.skip_steps :]])

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.attempt import Launch
 from launch.checkpoint_files import list_checkpoints
 from launch.errors import EXIT_STOPPED
 from launch.lifeline import (
@@ -23,7 +24,7 @@ from launch.lifeline import (
     report_outcome,
 )
 from launch.observe import Progress, done_step, newest_checkpoint
-from launch.run import Launch, going_on
+from launch.supervise import going_on
 from tests.conftest import finish, launcher_command, python, read_metrics, start
 from tests.launch.supervised import (
     parent_of,
@@ -243,9 +244,9 @@ def test_a_restart_goes_on_from_what_was_saved_since(tmp_path: Path) -> None:
 
 def test_launcher_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    command = Launch("deepspeed", 2, ("a.yaml",)).command()
+    command = Launch("deepspeed", 2, ("a.yaml",)).command(Path())
     assert command[-4:-2] == ["--num_gpus", "2"] and command[-1] == "a.yaml"
-    assert Launch("python", 1, ("a.yaml",)).command()[0] == sys.executable
+    assert Launch("python", 1, ("a.yaml",)).command(Path())[0] == sys.executable
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3,5")
-    assert Launch("deepspeed", 2, ("a.yaml",)).command()[-4:-2] == ["--include", "localhost:2,3"]
+    assert Launch("deepspeed", 2, ("a.yaml",)).command(Path())[-4:-2] == ["--include", "localhost:2,3"]

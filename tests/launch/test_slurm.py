@@ -117,6 +117,27 @@ def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Pa
     assert not job.ranks.exists()
 
 
+def test_srun_starts_one_supervisor_on_each_node(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
+    """Which node is which comes from srun; only the address must be given, since these nodes have no names."""
+    srun = ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--label"]
+    command = [sys.executable, "-m", "launch.run", str(tiny_config), "--launcher", "torchrun", "--num-ranks", "1"]
+    process = subprocess.Popen(
+        [*srun, *command, "--master-addr", "127.0.0.1"],
+        cwd=ROOT,
+        env=cluster.environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    finished = finish(process, timeout=300)
+    assert finished.code == 0, finished.output + finished.errors
+    assert "0: preflight: 2 ranks on 2 nodes" in finished.output
+    assert finished.output.count("launch.run: finished: ") == 1
+    assert (tmp_path / "runs/tiny/DONE").is_file()
+
+
 def test_what_slurm_refuses_is_one_line(cluster: Cluster, tiny_config: Path) -> None:
     options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "10", "--partition", "nowhere"]
     finished = submit(cluster, tiny_config, *options)

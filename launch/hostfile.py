@@ -1,0 +1,77 @@
+"""Hostfiles as DeepSpeed reads them: a line `NAME slots=N` for each host, besides blank lines and comments."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.errors import ConfigError
+
+# No option of ssh, and nothing that a shell or DeepSpeed's own reader would take apart.
+_LINE = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.:%@-]*)\s+slots=(?P<slots>[1-9]\d{0,4})", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A line of a hostfile.
+
+    Attributes:
+        name: as ssh is to be told it.
+        slots: ranks on this host.
+    """
+
+    name: str
+    slots: int
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """The hosts in the order of the file.
+
+    Raises:
+        ConfigError: with a line for every problem.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError([f"--hostfile {path}: cannot be read: {reason}"]) from None
+    return parse_hostfile(text, path)
+
+
+def parse_hostfile(text: str, source: str) -> list[Host]:
+    """The hosts in the order of the lines.
+
+    Args:
+        source: the file's name, for messages.
+
+    Raises:
+        ConfigError: with a line for every problem.
+    """
+    hosts: list[Host] = []
+    first_lines: dict[str, int] = {}
+    problems = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = _LINE.fullmatch(content)
+        if match is None:
+            problems.append(f"{source}:{number}: {content!r} is not `NAME slots=N`, e.g. `gpu-node-1 slots=8`")
+        elif match["name"] in first_lines:
+            name = match["name"]
+            problems.append(f"{source}:{number}: {name} stands in line {first_lines[name]} already; remove one of them")
+        else:
+            first_lines[match["name"]] = number
+            hosts.append(Host(match["name"], int(match["slots"])))
+    for host in hosts[1:]:
+        if host.slots != hosts[0].slots:
+            problems.append(
+                f"{source}:{first_lines[host.name]}: {host.name} has {host.slots} slots and {hosts[0].name} has "
+                f"{hosts[0].slots}; every host must have the same number of ranks"
+            )
+    if not hosts and not problems:
+        problems.append(f"{source}: no host in it; expected a line `NAME slots=N` for each")
+    if problems:
+        raise ConfigError(problems)
+    return hosts

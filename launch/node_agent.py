@@ -1,0 +1,139 @@
+"""What the head has on every node: it starts the node's launcher, passes signals on, and leaves no process behind.
+
+`launch.run` starts it, through ssh or beside itself: `python -m launch.node_agent NODE LIMIT_SECONDS` speaks with the
+head over its standard input and output. Where no ssh is used, the `launch.run` of every further node becomes one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import psutil
+
+from launch.attempt import POLL_SECONDS, Attempt, Launch, Report
+from launch.errors import EXIT_FAILURE, RunError
+from launch.node_link import BEAT_SECONDS, Link
+from launch.requests import Requests
+from launch.stop import LOST_SECONDS
+from launch.topology import free_port
+
+
+class Agent:
+    """A node's agent.
+
+    Args:
+        link: to the head.
+        node: this node's number.
+        limit_seconds: of silence, after which the head counts as lost.
+        requests: signals that this process got; the head is told.
+        own_output: whether the ranks may print where this process does; else its standard output is the link, and they
+            print to its standard error.
+        hello: what else the head is told at the beginning.
+    """
+
+    def __init__(
+        self, link: Link, node: int, limit_seconds: float, requests: Requests, own_output: bool, **hello: Any
+    ) -> None:
+        self._link = link
+        self._limit_seconds = limit_seconds
+        self._requests = requests
+        self._num_told = 0
+        self._output = None if own_output else sys.stderr.buffer
+        self._exit_code: int | None = None
+        self._gives_up = False
+        self._orphan_since: float | None = None
+        self._launch: Launch | None = None
+        self._signals: list[int] = []
+        link.send("hello", node=node, host=socket.gethostname(), address=own_address(), port=free_port(""), **hello)
+
+    def serve(self) -> int | None:
+        """Does what the head asks for. Returns the exit code that it leaves with, or None when it was lost."""
+        while not self._look() and self._exit_code is None:
+            if self._launch is not None:
+                self._run(self._launch)
+                self._launch = None
+            time.sleep(POLL_SECONDS)
+        self._link.close()
+        return self._exit_code
+
+    def _run(self, launch: Launch) -> None:
+        """One attempt, from its start to the report of its end."""
+        self._signals.clear()
+        self._gives_up = False
+        try:
+            attempt = Attempt(launch, self._say, self._output)
+        except (RunError, OSError) as error:
+            report = Report(launch.launcher, (), {}, fault=str(error))
+        else:
+            try:
+                attempt.wait(self._signals, self._look)
+            finally:
+                attempt.kill()
+                report = attempt.close()
+        self._link.send("ended", report=report.to_json(), port=free_port(""))
+
+    def _say(self, line: str) -> None:
+        self._link.send("event", line=line)
+
+    def _look(self) -> bool:
+        """Takes the head's messages; whether all processes of an attempt must end at once."""
+        for number in self._requests[self._num_told :]:
+            self._link.send("request", number=number)
+            self._num_told += 1
+        is_closed = self._link.is_closed  # before taking the last messages
+        for message in self._link.take():
+            if message["kind"] == "setup":
+                os.environ.update(message["environ"])
+            elif message["kind"] == "start":
+                self._launch = Launch.from_json(message["launch"])
+            elif message["kind"] == "signal":
+                self._signals.append(message["number"])
+            elif message["kind"] == "end":
+                self._gives_up = True
+            elif message["kind"] == "leave":
+                self._gives_up, self._exit_code = True, message["code"]
+        if self._exit_code is None and self._link.silent_seconds > self._limit_seconds:
+            return True
+        if is_closed and self._exit_code is None:
+            return self._is_orphaned_too_long()
+        return self._gives_up
+
+    def _is_orphaned_too_long(self) -> bool:
+        """The head has ended without a word. As on a single node, the ranks may save a checkpoint first."""
+        if self._orphan_since is None:
+            self._orphan_since = time.monotonic()
+            self._signals.append(signal.SIGTERM)
+        return self._launch is None or time.monotonic() - self._orphan_since > LOST_SECONDS
+
+
+def own_address() -> str:
+    """An address of this host that others can reach: where ssh came in, else the first that is not loopback."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    addresses = connection[2:3]
+    for found in psutil.net_if_addrs().values():
+        addresses += [one.address for one in found if one.family == socket.AF_INET]
+    return next((address for address in addresses if not _is_loopback(address)), "127.0.0.1")
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The agent at the other end of a pipe."""
+    node, limit_seconds = int(arguments[0]), float(arguments[1])
+    requests = Requests()
+    requests.listen()
+    link = Link(sys.stdin.fileno(), os.dup(sys.stdout.fileno()), lambda: None)
+    code = Agent(link, node, limit_seconds - 2 * BEAT_SECONDS, requests, own_output=False).serve()
+    return EXIT_FAILURE if code is None else code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

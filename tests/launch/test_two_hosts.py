@@ -1,0 +1,267 @@
+"""Runs across two hosts: bare launchers and `launch.run`, through ssh and without; whatever dies, nothing is left."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.checkpoint_files import list_checkpoints
+from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
+from launch.observe import Progress, done_step, newest_checkpoint
+from tests.conftest import ROOT, Finished, finish, python, read_metrics, start
+from tests.launch.supervised import wait_for_end, wait_for_steps, wait_until
+from tests.launch.two_hosts import TwoHosts, two_hosts, why_not
+
+SETTINGS = (
+    "train.steps=100000",
+    "train.global_batch_tokens=256",
+    "checkpoint.every_steps=5",
+    "validation.every_steps=100000",
+    "monitor.every_steps=null",
+)
+TIMEOUT_SECONDS = 15
+KEEP_ALIVE = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[TwoHosts]:
+    """The two hosts."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with two_hosts() as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(pair: TwoHosts) -> Iterator[TwoHosts]:
+    """The two hosts, on which nothing runs before and nothing after."""
+    try:
+        yield pair
+    finally:
+        pair.mend()
+        pair.kill_all()
+
+
+def run_command(config: Path, *arguments: str) -> list[str]:
+    """The command line of `launch.run`."""
+    return [sys.executable, "-m", "launch.run", str(config), *SETTINGS, *arguments]
+
+
+def ends(process: subprocess.Popen[str], hosts: TwoHosts, seconds: float = 240) -> Finished:
+    """How a process ends; nothing may be left then, on either host."""
+    finished = finish(process, timeout=seconds)
+    assert hosts.left() == [], finished.output + finished.errors
+    return finished
+
+
+def step(folder: Path) -> int:
+    """The last that was recorded."""
+    return len(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def wait_for_ranks(hosts: TwoHosts, expected: tuple[int, int], process: subprocess.Popen[str]) -> None:
+    """Waits until so many ranks run on each host."""
+    wait_until(lambda: tuple(len(host.ranks()) for host in hosts.hosts) == expected, f"{expected} ranks", process)
+
+
+def wait_for_progress(hosts: TwoHosts, folder: Path, expected: tuple[int, int], process: subprocess.Popen[str]) -> None:
+    """Waits until so many ranks have started on each host, and have finished steps beyond the checkpoint."""
+    progress = Progress(folder)
+    wait_for_ranks(hosts, expected, process)
+    wait_until(lambda: progress.last_step() > newest_checkpoint(folder)[0] > 0, "steps and a checkpoint", process)
+
+
+class Reference:
+    """The losses of one rank on one host that nothing happens to."""
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+
+    def check(self, config: Path, folder: Path, relative: float) -> None:
+        """Compares a run's with them."""
+        records = read_metrics(folder)
+        assert [record["step"] for record in records] == list(range(1, len(records) + 1))
+        if len(records) > len(self._losses):
+            stop = f"train.stop_step={max(len(records), 150)}"  # enough for all tests, as a rule
+            finished = python("train.py", config, *SETTINGS, "run.name=reference", stop)
+            assert finished.code == 0, finished.errors
+            self._losses = [record["loss"] for record in read_metrics(folder.parent / "reference")]
+        expected = self._losses[: len(records)]
+        assert [record["loss"] for record in records] == pytest.approx(expected, rel=relative)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    """One for all tests: their runs differ only in what happens to them."""
+    return Reference()
+
+
+def test_bare_launchers_train_and_end_when_the_cable_is_cut(
+    hosts: TwoHosts, tiny_config: Path, tmp_path: Path, reference: Reference
+) -> None:
+    """Two runs at once, under deepspeed with pdsh and under torchrun; no rank waits for longer than the timeout."""
+    settings = [str(tiny_config), *SETTINGS, f"deepspeed.timeout_seconds={TIMEOUT_SECONDS}"]
+    variables = hosts.folder / "deepspeed_env"
+    variables.write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nGLOO_SOCKET_IFNAME=eth0\n")
+    deepspeed = hosts.a.start(
+        ["deepspeed", "--hostfile", hosts.hostfile(), "train.py", *settings, "run.name=deepspeed"],
+        {"DS_ENV_FILE": str(variables), "PDSH_SSH_ARGS_APPEND": KEEP_ALIVE},
+    )
+    torchrun = ["torchrun", "--nnodes=2", "--nproc_per_node=1", f"--master_addr={hosts.a.address}"]
+    script = ["train.py", *settings, "run.name=torchrun"]
+    nodes = [
+        host.start([*torchrun, "--master_port=29700", f"--node_rank={node}", *script])
+        for node, host in enumerate(hosts.hosts)
+    ]
+    folders = {name: tmp_path / "runs" / name for name in ("deepspeed", "torchrun")}
+    wait_for_steps(deepspeed, folders["deepspeed"], 6)
+    wait_for_steps(nodes[0], folders["torchrun"], 6)
+    ranks = [rank for host in hosts.hosts for rank in host.ranks()]
+    assert len(ranks) == 4
+    hosts.cut()
+    assert wait_for_end(ranks, seconds=TIMEOUT_SECONDS + 20) > TIMEOUT_SECONDS - 2
+    assert finish(deepspeed, timeout=30).code != 0
+    assert finish(nodes[0], timeout=60).code != 0
+    hosts.mend()
+    finish(nodes[1])
+    assert hosts.left() == []
+    for folder in folders.values():
+        reference.check(tiny_config, folder, relative=1e-5)
+
+
+def test_deaths_short_cuts_and_requests(
+    hosts: TwoHosts, tiny_config: Path, tmp_path: Path, reference: Reference
+) -> None:
+    """`launch.run` with deepspeed: a killed rank, a killed launcher, a flapping cable, SIGTERM; one curve."""
+    folder = tmp_path / "runs/tiny"
+    limits = [f"deepspeed.timeout_seconds={2 * TIMEOUT_SECONDS}", "--lost-after", str(2 * TIMEOUT_SECONDS)]
+    command = run_command(tiny_config, *limits, "--hostfile", hosts.hostfile(), "--max-restarts", "2")
+    process = hosts.a.start(command)
+    wait_for_progress(hosts, folder, (1, 1), process)
+    (rank,) = hosts.b.ranks()
+    rank.kill()
+    wait_for_end([*hosts.a.ranks(), rank])
+
+    wait_for_progress(hosts, folder, (1, 1), process)
+    (rank,) = hosts.b.ranks()
+    launcher = rank.parent()
+    assert launcher is not None and "deepspeed.launcher.launch" in launcher.cmdline()
+    launcher.kill()
+    wait_for_end([*hosts.a.ranks(), rank])
+
+    wait_for_progress(hosts, folder, (1, 1), process)
+    hosts.cut()
+    time.sleep(4)
+    before = step(folder)
+    hosts.mend()
+    wait_until(lambda: step(folder) > before + 2, "steps after the cable was mended", process)
+    hosts.a.signal(process, signal.SIGTERM)
+    finished = ends(process, hosts)
+    assert finished.code == EXIT_STOPPED, finished.output + finished.errors
+    assert "host-a: preflight: no problem found" in finished.output
+    assert "failed: rank 1 was killed or crashed; restart 1 of 2 in 1 s" in finished.output
+    assert "failed: deepspeed ended while ranks were running; restart 2 of 2 in " in finished.output
+    assert finished.output.count("got SIGTERM; forwarding it to every rank") == 1
+    assert finished.output.count("host-a: SIGTERM: stopping after a checkpoint") == 1
+    assert list_checkpoints(folder / "checkpoints")[-1][0] == step(folder)
+    reference.check(tiny_config, folder, relative=1e-4)
+
+
+def test_a_lost_host_is_left_out_until_it_is_back(
+    hosts: TwoHosts, tiny_config: Path, tmp_path: Path, reference: Reference
+) -> None:
+    """Both hosts, then one, then both again, under torchrun; the batch and the curve stay the same."""
+    folder = tmp_path / "runs/tiny"
+    limits = [f"deepspeed.timeout_seconds={TIMEOUT_SECONDS}", "--lost-after", str(TIMEOUT_SECONDS)]
+    options = ["--launcher", "torchrun", "--no-check", "--hostfile", hosts.hostfile(), "--max-restarts", "2"]
+    process = hosts.a.start(run_command(tiny_config, *limits, "train.stop_step=100", *options))
+    wait_for_progress(hosts, folder, (1, 1), process)
+    hosts.cut()
+    ranks = [rank for host in hosts.hosts for rank in host.ranks()]
+    wait_for_end(ranks, seconds=TIMEOUT_SECONDS + 10)
+    wait_until(lambda: hosts.b.processes() == [], "an empty host", process)
+
+    wait_for_progress(hosts, folder, (1, 0), process)
+    hosts.mend()
+    (rank,) = hosts.a.ranks()
+    rank.kill()
+    wait_for_ranks(hosts, (1, 1), process)
+    finished = ends(process, hosts)
+    assert finished.code == EXIT_DONE, finished.output + finished.errors
+    assert "failed: lost host-b: no answer for 15 s; restart 1 of 2 in " in finished.output
+    assert "going on without host-b: cannot be used through ssh: " in finished.output
+    assert "host-b is back" in finished.output
+    assert "2 accumulation steps" in finished.output and "4 accumulation steps" in finished.output
+    assert done_step(folder) == 100
+    reference.check(tiny_config, folder, relative=1e-4)
+
+
+def test_nobody_outlives_a_killed_head(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
+    """As on a single node, what was trained is saved."""
+    folder = tmp_path / "runs/tiny"
+    options = ["--launcher", "torchrun", "--no-check", "--hostfile", hosts.hostfile()]
+    process = hosts.a.start(run_command(tiny_config, *options))
+    wait_for_progress(hosts, folder, (1, 1), process)
+    hosts.a.signal(process, signal.SIGKILL)
+    finish(process, timeout=60)
+    wait_until(lambda: hosts.left() == [], "empty hosts")
+    assert list_checkpoints(folder / "checkpoints")[-1][0] == step(folder)
+
+
+def test_every_node_calls_the_command(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
+    """Without ssh, as srun would start and signal it: one request, the same exit code everywhere."""
+    folder = tmp_path / "runs/tiny"
+    options = ["--launcher", "torchrun", "--nodes", "2", "--master-addr", hosts.a.address, "--master-port", "29600"]
+    command = run_command(tiny_config, *options)
+    processes = [host.start([*command, "--node-rank", str(node)]) for node, host in enumerate(hosts.hosts)]
+    wait_for_progress(hosts, folder, (1, 1), processes[0])
+    for host, process in zip(hosts.hosts, processes, strict=True):
+        host.signal(process, signal.SIGUSR1)
+    finished = [finish(process, timeout=120) for process in processes]
+    assert hosts.left() == []
+    assert [one.code for one in finished] == [EXIT_STOPPED] * 2, finished
+    assert "preflight: 2 ranks on 2 nodes (host-a, host-b), CPU" in finished[0].output
+    assert finished[0].output.count("got SIGUSR1") == 1
+    assert list_checkpoints(folder / "checkpoints")[-1][0] == step(folder)
+
+
+def test_what_is_wrong_before_a_run(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
+    """A host that nobody answers on, other source code on one host, and a port in use: a line each."""
+    more = hosts.hostfile(more="host-c slots=1\n")
+    finished = ends(hosts.a.start(run_command(tiny_config, "--hostfile", more)), hosts)
+    assert finished.code == EXIT_FAILURE
+    (line,) = finished.errors.splitlines()
+    assert line.startswith("error: host-c: cannot be used through ssh: ssh: connect to host host-c port 2222: ")
+    assert "see whether `ssh -o BatchMode=yes host-c true` works" in line
+
+    other = hosts.folder / "schedule.py"
+    other.write_text((ROOT / "launch/schedule.py").read_text() + "# changed\n")
+    mounted = hosts.b.start(["mount", "--bind", str(other), str(ROOT / "launch/schedule.py")])
+    assert finish(mounted).code == 0
+    try:
+        finished = ends(hosts.a.start(run_command(tiny_config, "--hostfile", hosts.hostfile(), "--check")), hosts)
+    finally:
+        assert finish(hosts.b.start(["umount", str(ROOT / "launch/schedule.py")])).code == 0
+    assert finished.code == EXIT_FAILURE
+    problems = [line for line in finished.output.splitlines() if "error:" in line]
+    assert problems == [
+        "host-a: error: node 1 (host-b): other source code than node 0 (host-a): launch/schedule.py; bring it to the "
+        "same revision"
+    ]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        options = ["--nodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port]
+        finished = finish(start(run_command(tiny_config, *options)))
+    assert finished.code == EXIT_FAILURE
+    problem = f"--master-port {port}: cannot listen there: Address already in use; end what uses it, or choose another"
+    assert finished.errors == f"error: {problem}\n"
+    assert not (tmp_path / "runs/tiny").exists()
