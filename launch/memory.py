@@ -5,13 +5,14 @@ optimizer's step. Not everything is there in each, so the peak is that of the la
 largest parts. With P parameters, R ranks, g parameters of the largest group and b numbers of a bucket
 (`reduce_bucket_size`, at most P), in bytes:
 
-    stage             weights   masters, moments   gradients             reduction beside them      step
-    0                 4P        8P                 4P                    4 min(P, 5e8)
-    1, fp32           4P        12P/R              4P                    4b, + 4P/R or a copy 4b    4P/R + 4g/R
-    1, bf16           2P        12P/R              4P                    copies of small groups
-    2, fp32           4P        12P/R              4P/R                  4b, + 4P/R or a copy 4b    4P/R + 4g/R
-    2, bf16           2P        12P/R              4P/R                  2b, + copies 2b + 4b
-    3                 4P/R 2P/R 12P/R              4P/R                  4b always, + a copy 4b     4 g/R
+    stage     weights   masters, moments   gradients   reduction beside them            step beside them
+    0         4P        8P                 4P          4 min(P, 5e8)
+    1, fp32   4P        12P/R              4P          a bucket 4b, a copy 4b           4g/R, gradients 4P/R
+    1, bf16   2P        12P/R              4P          4 a parameter of small groups
+    2, fp32   4P        12P/R              4P/R        a bucket 4b, a copy 4b           4g/R
+    2, bf16   2P        12P/R              4P/R        a bucket 2b, copies 2b and 4b
+    3, fp32   4P/R      12P/R              4P/R        a bucket 4b (always), a copy 4b  4g/R
+    3, bf16   2P/R      12P/R              4P/R        a bucket 4b (always), a copy 4b  4g/R
 
 Where these come from in DeepSpeed (`runtime/`): `zero/stage_1_and_2.py` allocates a bucket in the first hook of a
 backward pass (`setup_buckets`) and copies it to reduce it (`allreduce_bucket`; in bf16 another time, to fp32); in fp32
@@ -79,12 +80,12 @@ class ModelSizes:
     Attributes:
         groups: in the optimizer's order.
         largest: numbers of the largest parameter.
-        muon_batch: numbers of the largest batch of matrices that Muon orthogonalises at once.
+        muon_working: numbers that Muon's iteration holds at once.
     """
 
     groups: tuple[GroupSize, ...]
     largest: int
-    muon_batch: int = 0
+    muon_working: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -139,15 +140,19 @@ def model_sizes(config: Config) -> ModelSizes:
     )
     blocks = [block for parts in muon_blocks(specs, shapes, config).values() for block in parts]
     largest = max(math.prod(shape) for shape in shapes.values())
-    return ModelSizes(groups, largest, _largest_batch(blocks))
+    return ModelSizes(groups, largest, _muon_working(blocks))
 
 
-def _largest_batch(blocks: list[Block]) -> int:
+def _muon_working(blocks: list[Block]) -> int:
+    """Numbers of the largest batch of the iteration: matrices before and after a step, and two of their Gram size."""
     counts: dict[tuple[int, int], int] = {}
     for block in blocks:
         counts[block.shape] = counts.get(block.shape, 0) + 1
     return max(
-        (rows * cols * min(count, max(1, MAX_BATCH_NUMEL // (rows * cols))) for (rows, cols), count in counts.items()),
+        (
+            min(count, max(1, MAX_BATCH_NUMEL // (rows * cols))) * 2 * (rows * cols + min(rows, cols) ** 2)
+            for (rows, cols), count in counts.items()
+        ),
         default=0,
     )
 
@@ -357,7 +362,7 @@ class _Planner:
             sub_group = int(self.zero.get("sub_group_size", DEFAULT_SUB_GROUP))
             seen = min(seen, sub_group * self.num_ranks)
         num_copies = 2 if self.num_ranks == 1 else 3
-        working = 4 * self.sizes.muon_batch * (2 if self.on_gpu else 4)
+        working = self.sizes.muon_working * (3 if self.on_gpu else 4)  # on GPU in bf16, with fp32 at both ends
         return 4.0 * num_copies * seen / (1 if self.stage == 0 else self.num_ranks) + working
 
 

@@ -260,13 +260,13 @@ def test_a_parameter_larger_than_a_bucket_is_reduced_on_its_own() -> None:
 def test_muon_needs_one_moment_less_and_copies_for_the_step(stage: int) -> None:
     """`launch.muon`: up to three fp32 copies of the matrices that a call sees, shared by the ranks but at stage 0."""
     adamw = ModelSizes((GroupSize(80_000_000), GroupSize(20_000_000)), largest=1_000_000)
-    muon = ModelSizes((GroupSize(80_000_000, True), GroupSize(20_000_000)), largest=1_000_000, muon_batch=10_000_000)
+    muon = ModelSizes((GroupSize(80_000_000, True), GroupSize(20_000_000)), largest=1_000_000, muon_working=10_000_000)
     settings = [*BF16, *ACCUMULATION_1]
     before, after = [plan(settings, sizes, stage, 4) for sizes in (adamw, muon)]
     share = 1 if stage == 0 else 4
     assert before.parts["optimizer"] - after.parts["optimizer"] == 4 * 80_000_000 / share
     added = after.moments["step"]["buffers"] - before.moments["step"]["buffers"]
-    assert added == 3 * 4 * 80_000_000 / share + 2 * 4 * 10_000_000
+    assert added == 3 * 4 * 80_000_000 / share + 3 * 10_000_000
 
 
 @pytest.mark.parametrize("stage", STAGES)
