@@ -32,10 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             from launch.plan import print_plan
 
-            print_plan(config)
+            print_plan(config, options.gpu_memory)
             return EXIT_DONE
         if options.plan:
-            from launch.fit import print_fit
+            from launch.plan import print_fit
 
             print_fit(config, options.gpus, options.gpu_memory)
             return EXIT_DONE
@@ -57,7 +57,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="print what would run, without data or training")
     parser.add_argument("--plan", action="store_true", help="propose settings that fit --gpus of --gpu-memory each")
     parser.add_argument("--gpus", metavar="N", help="with --plan: number of GPUs")
-    parser.add_argument("--gpu-memory", metavar="80GB", help="with --plan: memory of a GPU")
+    parser.add_argument("--gpu-memory", metavar="80GB", help="of a GPU; with --plan and --dry-run")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     return parser.parse_args(arguments)
 

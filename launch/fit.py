@@ -1,4 +1,4 @@
-"""`--plan`: which ZeRO stage, micro-batch and checkpointing fit a run onto GPUs of a given size."""
+"""Which ZeRO stage, micro-batch, checkpointing and number of GPUs fit: functions of a memory plan."""
 
 from __future__ import annotations
 
@@ -10,13 +10,26 @@ import torch
 
 from configs.errors import ConfigError
 from configs.schema import Config
-from launch.plan import GIGABYTE, accumulation_steps, count_muon, memory_bytes, with_vocabulary
-from model.gpt import GPT
+from launch.memory import ModelSizes, plan_memory
 
-USABLE = 0.9  # of a GPU's memory; the rest is for buffers of libraries, fragmentation and what the estimate misses
+GIGABYTE = 1e9
+DEFAULT_GPU_BYTES = 80 * GIGABYTE
+STAGES = (0, 1, 2, 3)
+USABLE = 0.9  # of a GPU's memory; the rest is for fragmentation and what the plan misses
 _MOST_RANKS = 1 << 16
 _MOST_ROWS = 64  # sequences of a micro-batch: more bring no speed
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GB|GiB)")
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Memory of one GPU, and in words where the figure is from."""
+
+    num_bytes: float
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.num_bytes / GIGABYTE:.4g} GB ({self.origin})"
 
 
 @dataclass(frozen=True)
@@ -24,7 +37,7 @@ class Fit:
     """Settings that fit.
 
     Attributes:
-        num_bytes: of one rank.
+        num_bytes: of one rank at the peak.
     """
 
     zero_stage: int
@@ -33,63 +46,60 @@ class Fit:
     num_bytes: float
 
 
-def print_fit(config: Config, num_gpus: str | None, gpu_memory: str | None) -> None:
-    """Prints a proposal, and for each stage the smallest number of GPUs that the configured run fits onto.
+def parse_gpu_memory(text: str) -> GpuMemory:
+    """The memory that `--gpu-memory` names, e.g. 80GB or 80GiB.
 
     Raises:
-        ConfigError: for arguments that are no number or no memory, and where nothing fits.
+        ConfigError: it names none.
     """
-    if num_gpus is None or gpu_memory is None:
-        raise ConfigError(["--plan: expected --gpus N and --gpu-memory, e.g. 80GB"])
-    problems = []
-    if not num_gpus.isdecimal() or int(num_gpus) == 0:
-        problems.append(f"--gpus: {num_gpus!r} is not a whole number from 1 on")
-    match = _MEMORY.fullmatch(gpu_memory)
-    if match is None:
-        problems.append(f"--gpu-memory: {gpu_memory!r} is not a memory; expected e.g. 80GB or 80GiB")
-    if problems or match is None:
-        raise ConfigError(problems)
-    gpu_bytes = float(match[1]) * (GIGABYTE if match[2] == "GB" else 2**30)
-    config, notes = with_vocabulary(config)
-    with torch.device("meta"):
-        model = GPT(config.model)
-    num_muon = count_muon(model, config)
-    print("\n".join([*notes, f"{model.num_parameters:,} parameters; {USABLE:.0%} of {gpu_memory} are used"]))
-    for stage in (0, 1, 2, 3):
-        fewest = smallest_num_ranks(model.num_parameters, config, stage, gpu_bytes, num_muon)
-        print(f"ZeRO stage {stage}: " + ("does not fit, however many" if fewest is None else f"fits {fewest} and more"))
-    fit = propose(model.num_parameters, config, int(num_gpus), gpu_bytes, num_muon)
-    if fit is None:
-        raise ConfigError([f"--gpus: {num_gpus} of {gpu_memory} are too few for this model and sequence length"])
-    proposed = _with(config, fit.zero_stage, fit.micro_batch_size, fit.activation_checkpointing)
-    print(
-        f"proposal for {num_gpus}: deepspeed.zero_stage={fit.zero_stage} "
-        f"train.micro_batch_size={fit.micro_batch_size} "
-        f"train.activation_checkpointing={str(fit.activation_checkpointing).lower()}\n"
-        f"about {fit.num_bytes / GIGABYTE:.1f} GB a rank, "
-        f"{accumulation_steps(proposed, int(num_gpus))} micro-batches a step"
-    )
+    match = _MEMORY.fullmatch(text)
+    if match is None or float(match[1]) == 0:
+        raise ConfigError([f"--gpu-memory: {text!r} is not a memory; expected e.g. 80GB or 80GiB"])
+    return GpuMemory(float(match[1]) * (GIGABYTE if match[2] == "GB" else 2**30), "--gpu-memory")
 
 
-def smallest_num_ranks(
-    num_parameters: int, config: Config, stage: int, gpu_bytes: float, num_muon: int = 0
-) -> int | None:
+def find_gpu_memory(text: str | None) -> GpuMemory:
+    """What `--gpu-memory` names, or else the GPU that is there has, or else `DEFAULT_GPU_BYTES`.
+
+    Raises:
+        ConfigError: as `parse_gpu_memory`.
+    """
+    if text is not None:
+        return parse_gpu_memory(text)
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        return GpuMemory(float(device.total_memory), f"the {device.name} here")
+    return GpuMemory(DEFAULT_GPU_BYTES, "assumed; --gpu-memory sets it")
+
+
+def smallest_num_ranks(sizes: ModelSizes, config: Config, stage: int, gpu_bytes: float) -> int | None:
     """The fewest ranks onto which the run fits as configured, but at this stage; None where more ranks do not help."""
 
     def fits(num_ranks: int) -> bool:
-        parts = memory_bytes(num_parameters, config, stage, num_ranks, num_muon)
-        return sum(parts.values()) <= USABLE * gpu_bytes
+        return plan_memory(sizes, config, stage, num_ranks).peak <= USABLE * gpu_bytes
 
+    if fits(1):
+        return 1
     if not fits(_MOST_RANKS):
         return None
-    low, high = 1, _MOST_RANKS  # a rank's share only falls with their number
+    low, high = 2, _MOST_RANKS  # from two ranks on, when there is communication, more of them only make it less
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
     return low
 
 
-def propose(num_parameters: int, config: Config, num_gpus: int, gpu_bytes: float, num_muon: int = 0) -> Fit | None:
+def fewest_lines(sizes: ModelSizes, config: Config, gpu_bytes: float) -> list[str]:
+    """A line for each stage with the fewest GPUs that the configured run fits onto."""
+    lines = []
+    for stage in STAGES:
+        fewest = smallest_num_ranks(sizes, config, stage, gpu_bytes)
+        words = "does not fit on any number of GPUs" if fewest is None else f"fits on {fewest} and more"
+        lines.append(f"ZeRO stage {stage}: {words}")
+    return lines
+
+
+def propose(sizes: ModelSizes, config: Config, num_gpus: int, gpu_bytes: float) -> Fit | None:
     """The cheapest settings that fit, with the largest micro-batch; None where none do.
 
     Checkpointing costs a third more FLOPs and comes after all stages; a higher stage costs communication. At stage 0
@@ -102,15 +112,16 @@ def propose(num_parameters: int, config: Config, num_gpus: int, gpu_bytes: float
         for stage in (1, 2, 3) if num_gpus > 1 else (0, 1):
             micro_batch_size = most
             while micro_batch_size >= 1:
-                changed = _with(config, stage, micro_batch_size, checkpointing)
-                num_bytes = sum(memory_bytes(num_parameters, changed, stage, num_gpus, num_muon).values())
+                changed = with_settings(config, stage, micro_batch_size, checkpointing)
+                num_bytes = plan_memory(sizes, changed, stage, num_gpus).peak
                 if num_bytes <= USABLE * gpu_bytes:
                     return Fit(stage, micro_batch_size, checkpointing, num_bytes)
                 micro_batch_size //= 2
     return None
 
 
-def _with(config: Config, stage: int, micro_batch_size: int, checkpointing: bool) -> Config:
+def with_settings(config: Config, stage: int, micro_batch_size: int, checkpointing: bool) -> Config:
+    """The configuration with a proposal's settings."""
     train = {"micro_batch_size": micro_batch_size, "activation_checkpointing": checkpointing}
     return config.model_copy(
         update={

@@ -22,12 +22,11 @@ from configs.schema import Config
 from data.errors import DataError
 from data.source import TokenSource
 from launch.errors import RunError
-from launch.plan import checkpoint_bytes, count_muon, memory_bytes
+from launch.memory import checkpoint_bytes, model_sizes, plan_memory
 from launch.process_group import local_device
 from launch.run_folder import RunFolder
 from launch.topology import Topology
 from launch.training_data import fingerprint, open_data
-from model.gpt import GPT
 
 PACKAGES = ("torch", "deepspeed", "numpy", "pydantic", "safetensors", "sentencepiece", "tokenizers", "xxhash")
 _PROJECT = Path(__file__).parents[1]
@@ -111,7 +110,7 @@ def collect_facts(topology: Topology, path: str, overrides: Sequence[str]) -> tu
             found = _attempt(lambda key=key, source=source: describe_source(key, source), faults)  # type: ignore[misc]
             if found is not None:
                 data[key] = found
-        memory, checkpoint = _needs(complete, topology.world_size, ranks_on_device, free_bytes)
+        memory, checkpoint = _needs(complete, topology.world_size, ranks_on_device, free_bytes, device != "CPU")
         disk = _disk_need(complete, checkpoint) if topology.is_main else None
     facts = RankFacts(
         rank=topology.rank,
@@ -180,14 +179,13 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-def _needs(config: Config, world_size: int, ranks_on_device: int, free_bytes: float) -> tuple[Need, float]:
+def _needs(
+    config: Config, world_size: int, ranks_on_device: int, free_bytes: float, on_gpu: bool
+) -> tuple[Need, float]:
     """The device's memory, and the bytes of a checkpoint."""
-    with torch.device("meta"):
-        model = GPT(config.model)
-    num_muon = count_muon(model, config)
-    parts = memory_bytes(model.num_parameters, config, config.deepspeed.zero_stage, world_size, num_muon)
-    memory = Need(sum(parts.values()), ranks_on_device, 0, free_bytes)
-    return memory, checkpoint_bytes(model.num_parameters, num_muon)
+    sizes = model_sizes(config)
+    plan = plan_memory(sizes, config, config.deepspeed.zero_stage, world_size, on_gpu)
+    return Need(plan.peak, ranks_on_device, 0, free_bytes), checkpoint_bytes(sizes)
 
 
 def _disk_need(config: Config, checkpoint_bytes: float) -> Need:

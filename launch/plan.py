@@ -1,34 +1,51 @@
-"""`--dry-run`: what a configuration means, in figures, without data, DeepSpeed or training."""
+"""`--dry-run` and `--plan`: what a configuration means, in figures, without data, DeepSpeed or training."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Sequence
 
 import torch
 import yaml
 
-from configs.schema import Config, ModelConfig
-from launch.deepspeed_config import deepspeed_config
-from launch.muon import MUON
+from configs.errors import ConfigError
+from configs.schema import Config
+from launch.deepspeed_config import accumulation_steps, deepspeed_config
+from launch.fit import (
+    GIGABYTE,
+    STAGES,
+    USABLE,
+    GpuMemory,
+    fewest_lines,
+    find_gpu_memory,
+    parse_gpu_memory,
+    propose,
+    with_settings,
+)
+from launch.memory import PARTS, model_sizes, plan_memory
 from launch.optimizer import group_algorithm, group_rates, optimizer_groups
 from launch.run_folder import RunFolder
 from launch.topology import detect_topology
-from model.attention.mla import latent_sizes
-from model.cross_entropy import MAX_CHUNK_BYTES
 from model.flops import flops_per_token
 from model.gpt import GPT
 from model.initialisation import InitRow, describe_init
 from model.parameters import Kind, collect_specs
 
 ASSUMED_VOCAB_SIZE = 32_768
-GIGABYTE = 1e9
+PLANNED_RANKS = (1, 8, 64)
 
 
-def print_plan(config: Config) -> None:
-    """Prints the resolved configuration, sizes, groups, batch, memory and the DeepSpeed configuration."""
+def print_plan(config: Config, gpu_memory: str | None = None) -> None:
+    """Prints the resolved configuration, sizes, groups, batch, memory and the DeepSpeed configuration.
+
+    Args:
+        gpu_memory: of one GPU, e.g. 80GB; None: of the GPU that is there, or `DEFAULT_GPU_BYTES`.
+
+    Raises:
+        ConfigError: `gpu_memory` is no memory.
+    """
+    memory = find_gpu_memory(gpu_memory)
     config, vocabulary_note = with_vocabulary(config)
     with torch.device("meta"):
         model = GPT(config.model)
@@ -40,7 +57,7 @@ def print_plan(config: Config) -> None:
         ("Initial values", _init_lines(model)),
         ("Optimizer groups", _group_lines(model, config)),
         ("Batch", _batch_lines(config, world_size)),
-        ("Memory of one rank (estimate)", _memory_lines(model, config)),
+        ("Memory of one GPU (estimate)", _memory_lines(config, memory)),
         ("DeepSpeed configuration", [json.dumps(_deepspeed(config, model, world_size), indent=1)]),
     )
     for title, lines in sections:
@@ -48,11 +65,44 @@ def print_plan(config: Config) -> None:
         print("\n".join(lines), end="\n\n")
 
 
+def print_fit(config: Config, num_gpus: str | None, gpu_memory: str | None) -> None:
+    """Prints a proposal, and for each stage the smallest number of GPUs that the configured run fits onto.
+
+    Raises:
+        ConfigError: for arguments that are no number or no memory, and where nothing fits.
+    """
+    if num_gpus is None or gpu_memory is None:
+        raise ConfigError(["--plan: expected --gpus N and --gpu-memory, e.g. 80GB"])
+    problems = []
+    if not num_gpus.isdecimal() or int(num_gpus) == 0:
+        problems.append(f"--gpus: {num_gpus!r} is not a whole number from 1 on")
+    try:
+        memory = parse_gpu_memory(gpu_memory)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    config, notes = with_vocabulary(config)
+    sizes = model_sizes(config)
+    print("\n".join([*notes, f"{sizes.num_parameters:,} parameters; {USABLE:.0%} of {gpu_memory} are used"]))
+    print("\n".join(fewest_lines(sizes, config, memory.num_bytes)))
+    fit = propose(sizes, config, int(num_gpus), memory.num_bytes)
+    if fit is None:
+        raise ConfigError([f"--gpus: {num_gpus} of {gpu_memory} are too few for this model and sequence length"])
+    proposed = with_settings(config, fit.zero_stage, fit.micro_batch_size, fit.activation_checkpointing)
+    print(
+        f"proposal for {num_gpus}: deepspeed.zero_stage={fit.zero_stage} "
+        f"train.micro_batch_size={fit.micro_batch_size} "
+        f"train.activation_checkpointing={str(fit.activation_checkpointing).lower()}\n"
+        f"about {fit.num_bytes / GIGABYTE:.1f} GB a rank, "
+        f"{accumulation_steps(proposed, int(num_gpus))} micro-batches a step"
+    )
+
+
 def with_vocabulary(config: Config) -> tuple[Config, list[str]]:
     """The configuration with a vocabulary size, and a line that says when it had to be assumed."""
     if config.model.vocab_size is not None:
         return config, []
-    from configs.errors import ConfigError
     from launch.training_data import open_data
 
     try:
@@ -61,84 +111,6 @@ def with_vocabulary(config: Config) -> tuple[Config, list[str]]:
         model = config.model.model_copy(update={"vocab_size": ASSUMED_VOCAB_SIZE})
         notes = [f"vocabulary: {ASSUMED_VOCAB_SIZE:,} assumed, since the data cannot be read yet:", *error.problems]
         return config.model_copy(update={"model": model}), notes
-
-
-def accumulation_steps(config: Config, world_size: int) -> int:
-    """Micro-batches that a rank runs in one optimizer step."""
-    assert config.data.seq_len is not None
-    samples = config.train.global_batch_tokens // config.data.seq_len
-    return math.ceil(samples / (config.train.micro_batch_size * world_size))
-
-
-def memory_bytes(
-    num_parameters: int, config: Config, stage: int, num_ranks: int, num_muon: int = 0
-) -> dict[str, float]:
-    """Bytes of one rank by what they hold, from the layout that DeepSpeed uses at each stage and precision.
-
-    fp32: 4-byte weights and gradients, 8 for AdamW's moments, and from stage 1 on 4 for separate masters.
-    bf16: 2-byte weights; fp32 masters and moments (12); gradients accumulated in fp32 (4), at stage 1 for the whole
-    model. Stage 0 in bf16 keeps fp32 weights and casts them on use. Muon has one moment instead of two; what it needs
-    for the time of a step (see `launch.muon`) is not counted, since the activations are gone by then.
-
-    Args:
-        num_muon: how many of the parameters have Muon.
-    """
-    weight_share = num_ranks if stage == 3 else 1
-    optimizer_share = num_ranks if stage >= 1 else 1
-    gradient_share = num_ranks if stage >= 2 else 1
-    bf16 = config.train.precision == "bf16"
-    if bf16 and stage > 0:
-        weights, gradients, optimizer = 2.0, 4.0, 12.0
-    else:
-        weights, gradients, optimizer = 6.0 if bf16 else 4.0, 4.0, 8.0 if stage == 0 else 12.0
-    return {
-        "weights": weights * num_parameters / weight_share,
-        "gradients": gradients * num_parameters / gradient_share,
-        "optimizer": (optimizer * num_parameters - 4 * num_muon) / optimizer_share,
-        "activations": _activation_bytes(config),
-        "logits": _logit_bytes(config),
-    }
-
-
-def checkpoint_bytes(num_parameters: int, num_muon: int = 0) -> int:
-    """Bytes of a checkpoint: fp32 masters and AdamW's two moments, or Muon's one."""
-    return 12 * num_parameters - 4 * num_muon
-
-
-def _logit_bytes(config: Config) -> float:
-    """The fp32 logits of one chunk and their gradient."""
-    assert config.data.seq_len is not None
-    assert config.model.vocab_size is not None
-    whole = 4 * config.train.micro_batch_size * config.data.seq_len * config.model.vocab_size
-    return 2.0 * min(whole, MAX_CHUNK_BYTES)
-
-
-def _activation_bytes(config: Config) -> float:
-    """What the backward pass needs of one micro-batch: the inputs of every product, norm and nonlinearity."""
-    model = config.model
-    assert config.data.seq_len is not None
-    assert model.ffn_dim is not None
-    per_block = 4 * model.dim + _attention_activations(model) + 4 * model.ffn_dim
-    if config.train.activation_checkpointing:
-        kept = model.num_layers * model.dim + per_block
-    else:
-        kept = model.num_layers * per_block
-    bytes_each = 2 if config.train.precision == "bf16" else 4
-    return float(config.train.micro_batch_size * config.data.seq_len * kept * bytes_each)
-
-
-def _attention_activations(model: ModelConfig) -> int:
-    """Values of one token that the backward pass of one attention layer needs, without the layer's input."""
-    if model.attention.kind == "mla":
-        sizes = latent_sizes(model)
-        latents = 2 * (sizes.kv_latent_dim + (sizes.q_latent_dim or 0))
-        # Queries, keys, values and outputs have one width in the kernel.
-        kernel = 4 * model.num_heads * max(sizes.query_key_dim, sizes.value_dim)
-        norm_inputs = 2 * model.num_heads * sizes.query_key_dim if model.attention.qk_norm else 0
-        return latents + kernel + norm_inputs + model.num_heads * sizes.value_dim
-    assert model.head_dim is not None
-    assert model.num_kv_heads is not None
-    return 3 * (model.num_heads + model.num_kv_heads) * model.head_dim
 
 
 def _parameter_lines(model: GPT, config: Config) -> list[str]:
@@ -203,26 +175,23 @@ def _batch_lines(config: Config, world_size: int) -> list[str]:
     ]
 
 
-def count_muon(model: GPT, config: Config) -> int:
-    """How many of the model's parameters have Muon."""
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    groups = optimizer_groups(collect_specs(model), config)
-    return sum(
-        sizes[name] for group, names in groups.items() if group_algorithm(group, config) == MUON for name in names
-    )
-
-
-def _memory_lines(model: GPT, config: Config) -> list[str]:
-    num_muon = count_muon(model, config)
+def _memory_lines(config: Config, gpu_memory: GpuMemory) -> list[str]:
+    """Bytes of one GPU at each stage, and the fewest GPUs that the run fits onto."""
+    sizes = model_sizes(config)
     rows = []
-    for stage in (0, 1, 2, 3):
-        for ranks in (1, 8, 64):
-            parts = memory_bytes(model.num_parameters, config, stage, ranks, num_muon)
-            figures = [f"{value / GIGABYTE:.3f}" for value in (*parts.values(), sum(parts.values()))]
+    for stage in STAGES:
+        for ranks in PLANNED_RANKS:
+            plan = plan_memory(sizes, config, stage, ranks)
+            figures = [f"{value / GIGABYTE:.2f}" for value in (*plan.parts.values(), plan.peak)]
             chosen = "*" if stage == config.deepspeed.zero_stage else ""
-            rows.append((f"{stage}{chosen}", ranks, *figures))
-    names = ("weights", "gradients", "optimizer", "activations", "logits", "sum")
-    return ["gigabytes; * is the configured stage", *_table(("ZeRO", "ranks", *names), rows)]
+            rows.append((f"{stage}{chosen}", ranks, *figures, plan.peak_moment))
+    return [
+        "gigabytes, each part where it is largest: they are not all there at once, and the peak is what must fit;",
+        "* is the configured stage",
+        *_table(("ZeRO", "GPUs", *PARTS, "peak", "at"), rows),
+        f"fewest GPUs with {gpu_memory}, of which {USABLE:.0%} are used:",
+        *fewest_lines(sizes, config, gpu_memory.num_bytes),
+    ]
 
 
 def _deepspeed(config: Config, model: GPT, world_size: int) -> dict[str, object]:

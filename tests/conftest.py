@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,12 @@ def environment() -> dict[str, str]:
     return {**kept, "PATH": f"{scripts}:{kept['PATH']}", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
-def start(command: Sequence[str]) -> subprocess.Popen[str]:
-    """Starts a command at the project's root in a process group of its own."""
+def start(command: Sequence[str], variables: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Starts a command at the project's root in a process group of its own, with more environment variables."""
     return subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment(),
+        env={**environment(), **(variables or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

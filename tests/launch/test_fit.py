@@ -2,51 +2,63 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from configs.load import load_config
-from launch.fit import USABLE, propose, smallest_num_ranks
-from launch.plan import memory_bytes
+from launch.fit import USABLE, fewest_lines, propose, smallest_num_ranks, with_settings
+from launch.memory import model_sizes, plan_memory
 from tests.conftest import ROOT
 from train import main
 
-NUM_PARAMETERS = 7_500_000_000
 CONFIG = load_config(ROOT / "configs/gpt-7b.yaml", ["model.vocab_size=32000"])
+SIZES = model_sizes(CONFIG)
 
 
-@pytest.mark.parametrize(("stage", "shared", "whole"), [(1, 12, 6), (2, 16, 2), (3, 18, 0)])
-def test_the_fewest_ranks_by_hand(stage: int, shared: int, whole: int) -> None:
-    """`shared` and `whole`: bytes of a parameter that the ranks share, and that each has; bf16, see ZeRO's figure 1."""
-    parts = memory_bytes(NUM_PARAMETERS, CONFIG, stage, 1)
-    rest = USABLE * 80e9 - parts["activations"] - parts["logits"]
-    expected = math.ceil(shared * NUM_PARAMETERS / (rest - whole * NUM_PARAMETERS))
-    assert smallest_num_ranks(NUM_PARAMETERS, CONFIG, stage, 80e9) == expected
-    assert smallest_num_ranks(NUM_PARAMETERS, CONFIG, stage, (whole * NUM_PARAMETERS + 1e9) / USABLE) is None
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_fewest_ranks_are_enough_and_one_less_is_not(stage: int) -> None:
+    for gigabytes in (40, 60, 80):
+        fewest = smallest_num_ranks(SIZES, CONFIG, stage, 1e9 * gigabytes)
+        fits = [
+            plan_memory(SIZES, CONFIG, stage, num_ranks).peak <= USABLE * 1e9 * gigabytes for num_ranks in range(1, 65)
+        ]
+        assert fewest == (fits.index(True) + 1 if any(fits) else None)
+    on_one = plan_memory(SIZES, CONFIG, stage, 1).peak
+    assert smallest_num_ranks(SIZES, CONFIG, stage, on_one / USABLE * 1.001) == 1
+
+
+def test_where_no_number_of_gpus_is_enough() -> None:
+    """Each GPU has 4 bytes a parameter of gradients at stage 1, and 2 of weights up to stage 2."""
+    billions = SIZES.num_parameters / 1e9
+    assert smallest_num_ranks(SIZES, CONFIG, 0, 80e9) is None
+    assert smallest_num_ranks(SIZES, CONFIG, 1, 6 * billions * 1e9 / USABLE) is None
+    assert smallest_num_ranks(SIZES, CONFIG, 2, 2 * billions * 1e9 / USABLE) is None
+    assert "ZeRO stage 0: does not fit on any number of GPUs" in fewest_lines(SIZES, CONFIG, 80e9)
 
 
 def test_the_cheapest_settings_come_first() -> None:
     small = load_config(ROOT / "configs/gpt-124m.yaml", ["model.vocab_size=50304"])
-    fits = [
-        propose(124_000_000, small, 1, 80e9),
-        propose(124_000_000, small, 8, 80e9),
-        propose(NUM_PARAMETERS, CONFIG, 64, 80e9),
-        propose(NUM_PARAMETERS, CONFIG, 64, 24e9),
-        propose(NUM_PARAMETERS, CONFIG, 2, 80e9),
+    small_sizes = model_sizes(small)
+    cases = [
+        (small, small_sizes, 1, 80e9, (0, False)),
+        (small, small_sizes, 8, 80e9, (1, False)),
+        (CONFIG, SIZES, 64, 80e9, (1, False)),
+        (CONFIG, SIZES, 64, 24e9, (2, True)),
+        (CONFIG, SIZES, 2, 80e9, (2, True)),
     ]
-    choices = [None if fit is None else (fit.zero_stage, fit.activation_checkpointing) for fit in fits]
-    assert choices == [(0, False), (1, False), (1, False), (2, True), (3, True)]
-    assert propose(NUM_PARAMETERS, CONFIG, 1, 80e9) is None
-    for fit, memory in zip(fits, (80e9, 80e9, 80e9, 24e9, 80e9), strict=True):
-        assert fit is not None and fit.num_bytes <= USABLE * memory
+    for config, sizes, num_gpus, gpu_bytes, choice in cases:
+        fit = propose(sizes, config, num_gpus, gpu_bytes)
+        assert fit is not None
+        assert (fit.zero_stage, fit.activation_checkpointing) == choice
+        chosen = with_settings(config, fit.zero_stage, fit.micro_batch_size, fit.activation_checkpointing)
+        assert plan_memory(sizes, chosen, fit.zero_stage, num_gpus).peak == fit.num_bytes <= USABLE * gpu_bytes
+    assert propose(SIZES, CONFIG, 1, 80e9) is None
 
 
 def test_a_micro_batch_is_no_larger_than_a_ranks_share() -> None:
     tiny_batch = load_config(
         ROOT / "configs/gpt-124m.yaml", ["model.vocab_size=50304", "train.global_batch_tokens=4096"]
     )
-    fit = propose(124_000_000, tiny_batch, 2, 80e9)
+    fit = propose(model_sizes(tiny_batch), tiny_batch, 2, 80e9)
     assert fit is not None
     assert fit.micro_batch_size == 2  # 4 sequences of 1024 tokens on 2 ranks
 

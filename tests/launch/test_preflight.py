@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from configs.load import load_config
 from data.source import TokenSource
 from launch.errors import RunError
+from launch.memory import model_sizes, plan_memory
 from launch.node_checks import can_communicate, find_problems, find_reported_problems
 from launch.node_facts import Need, RankFacts, describe_source
 from launch.topology import free_port
@@ -134,6 +136,8 @@ def test_one_node_differs_in_everything(nodes: list[Node], config: dict[str, Any
     assert first.code == third.code == 1
     assert third.errors == first.output == ""
     there = f"error: node 2 ({HOST}): "
+    planned = load_config(odd.folder / "run.yaml")
+    need = plan_memory(model_sizes(planned), planned, 1, len(nodes), on_gpu=False).peak
     versions = [line for line in first.errors.splitlines() if " versions " in line]
     assert versions[0].startswith(there + f"other versions than node 0 ({HOST}): numpy 9.9.9 instead of ")
     assert versions[0].endswith("; install the same ones (bash launch/setup.sh)")
@@ -144,8 +148,8 @@ def test_one_node_differs_in_everything(nodes: list[Node], config: dict[str, Any
         "arguments",
         there + f"other data than node 0 ({HOST}): data.sources.0 (by manifest, or sizes and samples of files); copy "
         "it again",
-        there + "0.0001 GB of memory are free, and the run needs about 0.000895 GB; end what else uses it, or set a "
-        "higher deepspeed.zero_stage, train.activation_checkpointing or a lower train.micro_batch_size",
+        there + f"0.0001 GB of memory are free, and the run needs about {need / 1e9:.3g} GB; end what else uses it, or "
+        "set a higher deepspeed.zero_stage, train.activation_checkpointing or a lower train.micro_batch_size",
         there + "its clock is 100 s ahead of the others'; synchronise it (chronyd or systemd-timesyncd)",
         there + f"run.dir: runs is not the folder that node 0 ({HOST}) has under that name; mount the same one on "
         "every node, or name it by its full path",
