@@ -104,8 +104,8 @@ def make_drawings(grid: GridMeasures, runs: Sequence[Run]) -> list[Drawing]:
 
 
 def stress_rate(grid: GridMeasures) -> float:
-    """The lowest rate above the baseline's highest usable one, or the highest of the grid."""
-    highest = grid.arms[grid.baseline].highest or 0.0
+    """The lowest rate above those at which the baseline is near its own best loss, or the highest of the grid."""
+    highest = grid.arms[grid.baseline].own_highest or 0.0
     return next((rate for rate in grid.rates if rate > highest), grid.rates[-1])
 
 
