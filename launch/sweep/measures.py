@@ -58,8 +58,12 @@ def sensitivity(losses: Mapping[float, float], start_loss: float) -> float:
 
 
 def pilot_score(losses: Collection[float], start_loss: float) -> float:
-    """What the pilot compares alphas by: the mean loss over its rates, a diverged run counting as the start loss."""
-    return mean([loss if math.isfinite(loss) else start_loss for loss in losses])
+    """What the pilot compares alphas by: the lowest loss over its rates, a diverged run counting as the start loss.
+
+    Rate and alpha are chosen together, as a user would; a mean over the rates would favour a small alpha that does no
+    harm at rates which are too high anyway.
+    """
+    return min(loss if math.isfinite(loss) else start_loss for loss in losses)
 
 
 def first_reach(curve: Sequence[tuple[int, int, float]], target: float) -> tuple[int, int] | None:

@@ -87,7 +87,7 @@ def _alpha_margin(grid: GridMeasures, arm: ArmMeasures) -> list[str]:
     )
     edge = arm.alpha in (min(scores), max(scores))
     end = " It is at the end of the alphas tried, so one beyond may be better." if edge else ""
-    return [f"Alpha, by the pilot with one seed, mean loss over its rates against the chosen one's: {others}.{end}"]
+    return [f"Alpha, by the pilot with one seed, lowest loss over its rates against the chosen one's: {others}.{end}"]
 
 
 def _beside_others(grid: GridMeasures, chosen: ArmMeasures) -> list[str]:

@@ -88,8 +88,8 @@ def _grid_blocks(sweep: Sweep, grid: GridMeasures) -> Iterator[Block]:
         assert pilot is not None
         yield Block(
             "text",
-            f"Mean final loss over the rates {', '.join(f'{rate:g}' for rate in pilot.lrs)} with seed {pilot.seed}, a "
-            "diverged run counting as the loss at initialisation. The alpha with the lowest one is the arm's in the "
+            f"Lowest final loss at the rates {', '.join(f'{rate:g}' for rate in pilot.lrs)} with seed {pilot.seed}, "
+            "a diverged run counting as the loss at initialisation. The alpha with the lowest one is the arm's in the "
             "grid. Runs of the pilot that belong to the grid too are not run again, so this seed favours the chosen "
             "alpha.",
         )

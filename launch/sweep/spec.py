@@ -31,10 +31,10 @@ OWNED_KEYS = {
 
 
 class Pilot(Section):
-    """Which alpha an arm gets in its grid: the one with the lowest mean final loss over these rates, with one seed."""
+    """Which alpha an arm gets in its grid: the one with the lowest final loss at any of these rates, with one seed."""
 
     alphas: dict[Name, Rates] = Field(min_length=1, description="arm -> candidates for its qk_control.alpha")
-    lrs: Rates = Field(description="learning rates over which the final losses are averaged")
+    lrs: Rates = Field(description="learning rates at which each candidate is tried")
     seed: int = Field(0, ge=0, description="the pilot's seed; cells that the grid has too are run once")
 
 

@@ -64,11 +64,17 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 def rank_below(process: subprocess.Popen[str], cell: str) -> psutil.Process:
     """The process that runs train.py for a cell."""
+
+    def words(child: psutil.Process) -> list[str]:
+        try:
+            return child.cmdline()
+        except psutil.NoSuchProcess:  # another cell's, which has just ended
+            return []
+
     (rank,) = [
         child
         for child in descendants(process)
-        if any(word.endswith("train.py") for word in child.cmdline()[1:2])
-        and any(cell in word for word in child.cmdline())
+        if any(word.endswith("train.py") for word in words(child)[1:2]) and any(cell in word for word in words(child))
     ]
     return rank
 
