@@ -328,14 +328,17 @@ def test_the_slurm_script_is_a_script_that_runs_one_cell(write_sweep: WriteSweep
         assert output.stdout == f"here -m launch.sweep {path}{arguments}\n"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/sweeps").glob("*.yaml")), ids=lambda path: path.stem)
+SHIPPED = (*sorted((ROOT / "configs/sweeps").glob("*.yaml")), ROOT / "tests/gpu/sweep.yaml")
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_shipped_sweeps_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("launch.sweep.cells._data_problems", lambda configs: [])  # the data need not be there
     sweep = load_sweep(path)
     cells = expand(sweep)
     check_cells(sweep, cells)
-    assert sweep.name == path.stem and load_config(sweep.base)
+    assert sweep.name in (path.stem, "gpu-124m-short") and load_config(sweep.base)
     for grid in sweep.grids.values():
         steps = [high / low for low, high in zip(grid.lrs, grid.lrs[1:], strict=False)]
         assert all(math.isclose(step, steps[0], rel_tol=0.15) for step in steps)  # LR sensitivity wants equal ratios
