@@ -17,7 +17,7 @@ from configs.load import to_yaml
 from data.files import write_file
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, RunError
 from launch.run import positive_integer
-from launch.sweep.analysis import choose_alphas, measure, pilot_scores
+from launch.sweep.analysis import choose_alphas, measure
 from launch.sweep.cell_run import Signals, run_cell
 from launch.sweep.cells import Alphas, Cell, check_cells, expand, with_alpha
 from launch.sweep.lock import locked
@@ -159,7 +159,7 @@ def known_cells(sweep: Sweep, cells: Sequence[Cell]) -> list[Cell]:
 
 def alphas_so_far(sweep: Sweep, cells: Sequence[Cell]) -> Alphas:
     """What the complete pilots chose."""
-    return choose_alphas(pilot_scores(sweep, read_runs(sweep, [cell for cell in cells if cell.is_pilot])))
+    return choose_alphas(sweep, read_runs(sweep, [cell for cell in cells if cell.is_pilot]))
 
 
 if __name__ == "__main__":

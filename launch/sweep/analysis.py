@@ -12,8 +12,10 @@ from launch.sweep.measures import (
     GridMeasures,
     Losses,
     Pace,
+    PilotScore,
     Reach,
     best_rate,
+    choose_alpha,
     first_reach,
     mean,
     pilot_score,
@@ -27,9 +29,9 @@ from launch.sweep.spec import Sweep
 Rounds = Sequence[Mapping[str, float]]  # arm -> seconds a step, of each round of the timing
 
 
-def pilot_scores(sweep: Sweep, runs: Sequence[Run]) -> dict[tuple[str, str], dict[float, float]]:
+def pilot_scores(sweep: Sweep, runs: Sequence[Run]) -> dict[tuple[str, str], dict[float, PilotScore]]:
     """(grid, arm) -> alpha -> score, of the pilots whose cells have all ended."""
-    scores: dict[tuple[str, str], dict[float, float]] = {}
+    scores: dict[tuple[str, str], dict[float, PilotScore]] = {}
     for name, grid in sweep.grids.items():
         for arm in grid.pilot.alphas if grid.pilot else ():
             mine = [run for run in runs if run.cell.is_pilot and (run.cell.grid, run.cell.arm) == (name, arm)]
@@ -46,9 +48,9 @@ def pilot_scores(sweep: Sweep, runs: Sequence[Run]) -> dict[tuple[str, str], dic
     return scores
 
 
-def choose_alphas(scores: Mapping[tuple[str, str], Mapping[float, float]]) -> Alphas:
-    """The alpha with the lowest score of each piloted arm."""
-    return {key: min(by_alpha, key=by_alpha.__getitem__) for key, by_alpha in scores.items()}
+def choose_alphas(sweep: Sweep, runs: Sequence[Run]) -> Alphas:
+    """What the pilots whose cells have all ended chose."""
+    return {key: choose_alpha(scores, sweep.tolerance) for key, scores in pilot_scores(sweep, runs).items()}
 
 
 def measure(sweep: Sweep, runs: Sequence[Run], timing: Mapping[str, Rounds]) -> list[GridMeasures]:
@@ -72,7 +74,7 @@ def measure(sweep: Sweep, runs: Sequence[Run], timing: Mapping[str, Rounds]) -> 
 
 
 def _measure_grid(
-    sweep: Sweep, name: str, runs: Sequence[Run], rounds: Rounds, pilot: dict[str, dict[float, float]]
+    sweep: Sweep, name: str, runs: Sequence[Run], rounds: Rounds, pilot: dict[str, dict[float, PilotScore]]
 ) -> GridMeasures:
     grid = sweep.grids[name]
     by_arm = {arm: [run for run in runs if run.cell.arm == arm] for arm in sweep.arms_of(name)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Losses = Mapping[float, Mapping[int, float]]
 
@@ -57,13 +58,28 @@ def sensitivity(losses: Mapping[float, float], start_loss: float) -> float:
     return mean(capped) - min(capped)
 
 
-def pilot_score(losses: Collection[float], start_loss: float) -> float:
-    """What the pilot compares alphas by: the lowest loss over its rates, a diverged run counting as the start loss.
+class PilotScore(NamedTuple):
+    """The losses of one alpha over the pilot's rates, a diverged run counting as the loss at initialisation."""
 
-    Rate and alpha are chosen together, as a user would; a mean over the rates would favour a small alpha that does no
-    harm at rates which are too high anyway.
+    lowest: float
+    mean: float
+
+
+def pilot_score(losses: Collection[float], start_loss: float) -> PilotScore:
+    """What the pilot compares alphas by."""
+    capped = [loss if math.isfinite(loss) else start_loss for loss in losses]
+    return PilotScore(min(capped), mean(capped))
+
+
+def choose_alpha(scores: Mapping[float, PilotScore], tolerance: float) -> float:
+    """Of the alphas with about the lowest loss (within `tolerance`), the one with the lowest mean over the rates.
+
+    The mean alone would favour a small alpha that does no harm at rates which are too high anyway; the lowest loss
+    alone, one that is a hair better at one rate and useless above it.
     """
-    return min(loss if math.isfinite(loss) else start_loss for loss in losses)
+    limit = min(score.lowest for score in scores.values()) + tolerance
+    good = {alpha: score.mean for alpha, score in scores.items() if score.lowest <= limit}
+    return min(good, key=good.__getitem__)
 
 
 def first_reach(curve: Sequence[tuple[int, int, float]], target: float) -> tuple[int, int] | None:
@@ -176,7 +192,7 @@ class GridMeasures:
     tolerance: float
     limit: float
     arms: dict[str, ArmMeasures]
-    pilot: dict[str, dict[float, float]]
+    pilot: dict[str, dict[float, PilotScore]]
 
     @property
     def best_arm(self) -> ArmMeasures:

@@ -83,7 +83,9 @@ def _alpha_margin(grid: GridMeasures, arm: ArmMeasures) -> list[str]:
     if len(scores) < 2 or arm.alpha is None:
         return []
     others = ", ".join(
-        f"{alpha:g}: {score - scores[arm.alpha]:+.3f}" for alpha, score in scores.items() if alpha != arm.alpha
+        f"{alpha:g}: {score.lowest - scores[arm.alpha].lowest:+.3f}"
+        for alpha, score in scores.items()
+        if alpha != arm.alpha
     )
     edge = arm.alpha in (min(scores), max(scores))
     end = " It is at the end of the alphas tried, so one beyond may be better." if edge else ""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data.files import write_file
 from launch.markup import Block, as_html, markdown
-from launch.sweep.measures import ArmMeasures, GridMeasures, Reach, mean
+from launch.sweep.measures import ArmMeasures, GridMeasures, PilotScore, Reach, mean
 from launch.sweep.outcome import cell_folder, failure
 from launch.sweep.recommend import recommend
 from launch.sweep.results import Run
@@ -88,17 +88,21 @@ def _grid_blocks(sweep: Sweep, grid: GridMeasures) -> Iterator[Block]:
         assert pilot is not None
         yield Block(
             "text",
-            f"Lowest final loss at the rates {', '.join(f'{rate:g}' for rate in pilot.lrs)} with seed {pilot.seed}, "
-            "a diverged run counting as the loss at initialisation. The alpha with the lowest one is the arm's in the "
-            "grid. Runs of the pilot that belong to the grid too are not run again, so this seed favours the chosen "
-            "alpha.",
+            f"Lowest and mean final loss at the rates {', '.join(f'{rate:g}' for rate in pilot.lrs)} with seed "
+            f"{pilot.seed}, a diverged run counting as the loss at initialisation. Of the alphas whose lowest loss is "
+            f"within {sweep.tolerance:g} of the arm's lowest, the one with the lowest mean is the arm's in the grid. "
+            "Runs of the pilot that belong to the grid too are not run again, so this seed favours the chosen alpha.",
         )
         alphas = sorted({alpha for scores in grid.pilot.values() for alpha in scores})
         rows = [
-            (arm, *(f"{scores[alpha]:.3f}" if alpha in scores else "" for alpha in alphas), f"{grid.arms[arm].alpha:g}")
+            (arm, *(_score_text(scores.get(alpha)) for alpha in alphas), f"{grid.arms[arm].alpha:g}")
             for arm, scores in grid.pilot.items()
         ]
         yield Block("table", lines=(("arm", *(f"alpha {alpha:g}" for alpha in alphas), "chosen"), *rows))
+
+
+def _score_text(score: PilotScore | None) -> str:
+    return "" if score is None else f"{score.lowest:.3f}, {score.mean:.3f}"
 
 
 def measure_row(grid: GridMeasures, arm: ArmMeasures) -> Iterator[str]:

@@ -31,7 +31,7 @@ OWNED_KEYS = {
 
 
 class Pilot(Section):
-    """Which alpha an arm gets in its grid: the one with the lowest final loss at any of these rates, with one seed."""
+    """Which alpha an arm gets in its grid, by final losses at these rates with one seed (measures.choose_alpha)."""
 
     alphas: dict[Name, Rates] = Field(min_length=1, description="arm -> candidates for its qk_control.alpha")
     lrs: Rates = Field(description="learning rates at which each candidate is tried")

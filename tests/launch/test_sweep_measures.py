@@ -89,7 +89,8 @@ def test_sensitivity_is_the_mean_excess_of_capped_losses(values: list[float], st
     capped = np.minimum(np.array(values), start)
     expected = capped.mean() - capped.min()
     assert sensitivity(dict(enumerate(values)), start) == pytest.approx(expected, abs=1e-12)
-    assert pilot_score(values, start) == np.where(np.isfinite(values), values, start).min()
+    finite = np.where(np.isfinite(values), values, start)
+    assert pilot_score(values, start) == (finite.min(), pytest.approx(finite.mean()))
 
 
 def test_a_loss_is_reached_at_the_first_validation_that_has_it() -> None:
@@ -176,7 +177,7 @@ def test_cells_without_an_end_are_left_out_and_counted() -> None:
     assert measure(make_sweep(), [replace(run, state="waiting") for run in runs], {})[0].limit == math.inf
 
 
-def test_the_pilot_takes_the_alpha_with_the_lowest_loss_once_it_is_complete() -> None:
+def test_the_pilot_takes_the_better_of_the_alphas_with_about_the_lowest_loss_once_it_is_complete() -> None:
     grids = {
         "g": {
             "lrs": [0.01],
@@ -191,7 +192,11 @@ def test_the_pilot_takes_the_alpha_with_the_lowest_loss_once_it_is_complete() ->
         make_run("quack", 0.01, 0, [5.5], alpha=0.1, is_pilot=True),
         make_run("quack", 0.1, 0, [5.6], alpha=0.1, is_pilot=True),
     ]
-    scores = pilot_scores(sweep, runs)
-    assert scores == {("g", "quack"): {0.1: 5.5, 0.3: 5.0}}
-    assert choose_alphas(scores) == {("g", "quack"): 0.3}
+    start_loss = 8.0
+    assert pilot_scores(sweep, runs) == {
+        ("g", "quack"): {0.1: (5.5, pytest.approx(5.55)), 0.3: (5.0, (5.0 + start_loss) / 2)}
+    }
+    assert choose_alphas(sweep, runs) == {("g", "quack"): 0.3}
+    close = [make_run("quack", 0.01, 0, [5.05], alpha=0.1, is_pilot=True) if run is runs[2] else run for run in runs]
+    assert choose_alphas(sweep, close) == {("g", "quack"): 0.1}  # as good within the tolerance, and better on average
     assert pilot_scores(sweep, [*runs[:3], replace(runs[3], state="failed")]) == {}
