@@ -6,6 +6,7 @@ they tell, and decides.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ class Node:
         line: to its agent.
         address: where others reach it.
         port: free there a moment ago.
+        machine: the same only where two names stand for one host.
         report: of the attempt that has ended there; None while it runs, or before any.
     """
 
@@ -39,6 +41,7 @@ class Node:
     line: Line
     address: str
     port: int
+    machine: str
     report: Report | None = None
 
 
@@ -182,22 +185,40 @@ class Nodes:
         if hello["kind"] != "hello":
             line.close()
             return {}
-        number, host = hello["node"], hello["host"]
-        refusal = ""
-        if number not in self._missing:
-            refusal = f"{host}: --node-rank {number} is taken, or not below the {len(self._names)} nodes there are"
-        elif hello.get("arguments", self._arguments) != self._arguments:
-            refusal = f"{host}: node {number} was called with other arguments than node 0; use the same command on all"
+        number = hello["node"]
+        refusal = self._refusal(hello)
         if refusal:
-            line.link.send("leave", code=EXIT_USAGE)
+            line.link.send("leave", code=EXIT_USAGE, reason=refusal)
+            if number in self._missing:
+                return {number: refusal}
             self._say(refusal)
-            return {number: refusal} if number in self._missing else {}
-        name = self._names[number] or f"node {number} ({host})"
+            return {}
+        name = self._names[number] or f"node {number} ({hello['host']})"
         line.link.send("setup", environ=self._transport.variables)
-        node = self._present[number] = Node(number, name, line, hello["address"], hello["port"])
+        node = Node(number, name, line, hello["address"], hello["port"], hello["machine"])
+        self._present[number] = node
         for message in more:
             self._hear(node, message)
         return {}
+
+    def _refusal(self, hello: Message) -> str:
+        """Why an agent is turned away, in one line; empty where it is not."""
+        number, host = hello["node"], hello["host"]
+        if number not in self._missing:
+            return f"{host}: --node-rank {number} is taken, or not below the {len(self._names)} nodes there are"
+        theirs = hello.get("arguments", self._arguments)
+        if theirs != self._arguments:
+            pairs = itertools.zip_longest(theirs, self._arguments, fillvalue="nothing")
+            here, there = next(pair for pair in pairs if pair[0] != pair[1])
+            return (
+                f"{host}: node {number} has {here} where node 0 has {there}; use the same command on all (--num-ranks "
+                "is by default the number of the node's GPUs)"
+            )
+        # Where each node calls the command, two on one machine were meant to be there; it is also how to try it out.
+        twins = [node.name for node in self.present if self._names[number] and node.machine == hello["machine"]]
+        if twins:
+            return f"{self._names[number]}: is the host {host}, as {twins[0]} is; remove one of them from the hostfile"
+        return ""
 
 
 class NodesAttempt:
