@@ -97,7 +97,7 @@ def collect_facts(topology: Topology, path: str, overrides: Sequence[str]) -> tu
     opened = _attempt(lambda: open_data(config), faults) if config is not None else None
     device, free_bytes, ranks_on_device = "CPU", float(psutil.virtual_memory().available), topology.local_world_size
     if torch.cuda.is_available():
-        index = _attempt(lambda: local_device(topology.local_rank, torch.cuda.device_count()), faults)
+        index = _attempt(lambda: local_device(topology, torch.cuda.device_count()), faults)
         if index is not None:
             device, ranks_on_device = torch.cuda.get_device_name(index), 1
             free_bytes = float(torch.cuda.mem_get_info(index)[0])
