@@ -230,7 +230,8 @@ def handed_over(environ: Mapping[str, str]) -> dict[str, str]:
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     for folder in (Path.home(), Path()):  # as the deepspeed launcher has it
         with contextlib.suppress(FileNotFoundError):
-            chosen.update(parse_environment((folder / name).read_text(encoding="utf-8"), str(folder / name)))
+            text = os.fsdecode((folder / name).read_bytes())  # in whatever encoding, as variables are
+            chosen.update(parse_environment(text, str(folder / name)))
     return {**chosen, "PYTHONPATH": python_path(chosen)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -168,7 +169,9 @@ def test_nodes_come_from_options_a_hostfile_or_srun(tmp_path: Path) -> None:
         (["--nodes", "2", "--node-rank", "1"], SRUN, ["--nodes 2 contradicts srun", "--node-rank 1 contradicts srun"]),
         ([], {**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, ["SLURM_STEP_NUM_TASKS=8 on SLURM_STEP_NUM_NODES=4 nodes"]),
         ([], {**SRUN, "SLURM_NODEID": "x"}, ["SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES, SLURM_NODEID"]),
-        (["--lost-after", "1"], {}, ["--lost-after 1: expected at least 5 seconds"]),
+        (["--lost-after", "1"], {}, ["--lost-after 1: expected 5 to 86400 seconds"]),
+        (["--lost-after", "nan"], {}, ["--lost-after nan: expected 5 to 86400 seconds"]),
+        (["--lost-after", "inf"], {}, ["--lost-after inf: expected 5 to 86400 seconds"]),
         (["--nodes", "1", "--master-port", "70000"], {}, ["--master-port 70000: not a port"]),
     ],
 )
@@ -185,9 +188,14 @@ def test_variables_for_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RunError, match=r"f:2: 'B' is not NAME=VALUE"):
         parse_environment("A=1\nB\n", "f")
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=WARN\nMINE=1\n")
+    (tmp_path / ".deepspeed_env").write_bytes(b"NCCL_DEBUG=WARN\nMINE=\xff\n")
     environ = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "AWS_SECRET": "x", "PYTHONPATH": "/lib"}
-    expected = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "3", "MINE": "1", "PYTHONPATH": f"{ROOT}:/lib"}
+    expected = {
+        "NCCL_DEBUG": "WARN",
+        "OMP_NUM_THREADS": "3",
+        "MINE": os.fsdecode(b"\xff"),
+        "PYTHONPATH": f"{ROOT}:/lib",
+    }
     assert handed_over(environ) == expected
 
 

@@ -110,6 +110,11 @@ def test_all_problems_at_once(tiny_config: Path, tmp_path: Path, monkeypatch: py
         "--container-mounts /a: is only of use with --container",
         "sbatch: no such program on the PATH; submit on a login node of the cluster, or use --print",
     ]
+    empty = ["--ranks-per-node=", "--partition=", "--account=", "--container=", "--container-mounts=", "--python="]
+    assert problems(tiny_config, "--nodes", "1", "--time", "9", *empty, "--print") == [
+        "--ranks-per-node: '' is not a whole number from 1 on",
+        *(f"{option[:-1]}: is empty; name one, or leave the option out" for option in empty[1:]),
+    ]
     assert problems(
         tiny_config, "run.resume=never", "--nodes", "1", "--time", "9", "--sbatch", "a=b\nrm", "--print"
     ) == [
