@@ -19,6 +19,7 @@ from launch.requests import Requests
 
 RETRY_SECONDS = 15.0  # for nodes that were lost, before a restart
 _FAREWELL_SECONDS = 3.0
+_HELLO = {"node", "host", "machine", "address", "port"}  # what an agent says of itself
 _GOOD = (EXIT_DONE, EXIT_STOPPED)
 
 
@@ -182,9 +183,10 @@ class Nodes:
 
     def _let_in(self, line: Line, hello: Message, *more: Message) -> dict[int, str]:
         """Takes an agent in, or turns it away; then its number, and why in one line."""
-        if hello["kind"] != "hello":
+        if hello["kind"] != "hello" or not hello.keys() >= _HELLO:
             line.close()
-            return {}
+            other = "its agent is of another revision of the project; bring it to the same one"
+            return {} if line.node is None else {line.node: f"{self._names[line.node]}: {other}"}
         number = hello["node"]
         refusal = self._refusal(hello)
         if refusal:

@@ -407,6 +407,13 @@ def test_nodes_that_are_not_let_in_are_told_why() -> None:
         assert problem.startswith(begin)
     assert lines == []  # each is told once, by the caller
 
+    here, there = socket.socketpair()
+    there.sendall(encode({"kind": "hello", "node": 0}))
+    wires = Wires()
+    wires.start = lambda missing: [Line(socket_link(here), 0)]  # type: ignore[method-assign]
+    (problem,) = Nodes(["a"], wires, 60, Requests(), print).gather(30)
+    assert problem == "a: its agent is of another revision of the project; bring it to the same one"
+
 
 def test_an_attempt_that_is_ended_costs_no_node() -> None:
     lines: list[str] = []
