@@ -54,6 +54,7 @@ class Agent:
         self.reason = ""
         self._shall_end = False
         self._orphan_since: float | None = None
+        self._is_let_in = False
         self._launch: Launch | None = None
         self._signals: list[int] = []
         about = {"host": socket.gethostname(), "machine": machine(), "address": own_address(), "port": free_port("")}
@@ -96,12 +97,15 @@ class Agent:
             self._hear(message)
         if self._exit_code is not None or self._link.silent_seconds > self._limit_seconds:
             return True
+        if self._requests and not self._is_let_in:  # who waits for the next start may wait for hours
+            return True
         return is_closed and self._is_orphaned_too_long()
 
     def _hear(self, message: Message) -> None:
         """What comes before a start is about an attempt that has ended; what comes with it is about the new one."""
         if message["kind"] == "setup":
             os.environ.update(message["environ"])
+            self._is_let_in = True
         elif message["kind"] == "start":
             self._launch = Launch.from_json(message["launch"])
             self._signals, self._shall_end = [], False

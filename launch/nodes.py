@@ -77,6 +77,7 @@ class Nodes:
         self._arguments = list(arguments)
         self._master_addr = master_addr
         self._present: dict[int, Node] = {}
+        self._waiting: list[Line] = []  # to agents that have not been let in yet
 
     @property
     def present(self) -> list[Node]:
@@ -90,27 +91,27 @@ class Nodes:
     def gather(self, seconds: float) -> list[str]:
         """Waits for the nodes that are missing, if any. Returns a line for each that is missing still."""
         deadline = time.monotonic() + seconds
-        waiting = self._transport.start(self._missing)
+        self._waiting += self._transport.start(self._missing)
         words: dict[int, str] = {}
         refusals: dict[int, str] = {}
         while set(self._missing) - set(refusals) and not self._requests and time.monotonic() < deadline:
-            if not waiting and not self._transport.listens:
+            if not self._waiting and not self._transport.listens:
                 break
-            for line in list(waiting):
+            for line in list(self._waiting):
                 messages = line.link.take()
                 if line.link.is_closed:
-                    waiting.remove(line)
+                    self._waiting.remove(line)
                     said = line.close()
                     if line.node is not None:
                         words[line.node] = said
                 elif messages:
-                    waiting.remove(line)
+                    self._waiting.remove(line)
                     refusals.update(self._let_in(line, *messages))
             self.look()
-            waiting += self._transport.arrivals()
             time.sleep(POLL_SECONDS)  # by the next look it shows whether those who just came are there still
-        for line in waiting:
+        for line in self._waiting:
             line.close()
+        self._waiting.clear()
         return [
             refusals.get(number) or self._transport.complain(number, words.get(number, "")) for number in self._missing
         ]
@@ -130,7 +131,15 @@ class Nodes:
             raise RunError("no node answers any more")
 
     def look(self) -> list[str]:
-        """Takes the agents' messages. Returns a line for each node that was lost just now."""
+        """Takes the agents' messages. Returns a line for each node that was lost just now.
+
+        A node that comes back meanwhile hears beats from now on, and waits for the next start.
+        """
+        gone = [line for line in self._waiting if line.node is None and self._is_gone(line)]
+        for line in gone:
+            self._waiting.remove(line)
+            line.close()
+        self._waiting += self._transport.arrivals()
         lost = []
         for node in self.present:
             is_closed = node.line.link.is_closed
@@ -163,15 +172,18 @@ class Nodes:
 
     def leave(self, exit_code: int) -> None:
         """Lets all agents go; those of other commands end with this exit code."""
-        nodes = self.present
-        for node in nodes:
-            node.line.link.send("leave", code=exit_code)
+        lines = [*(node.line for node in self.present), *self._waiting]
+        for line in lines:
+            line.link.send("leave", code=exit_code)
         end = time.monotonic() + _FAREWELL_SECONDS
-        while time.monotonic() < end and not all(node.line.link.is_closed for node in nodes):
+        while time.monotonic() < end and not all(line.link.is_closed for line in lines):
             time.sleep(POLL_SECONDS)
-        for node in nodes:
-            node.line.close()
+        for line in lines:
+            line.close()
         self._transport.close()
+
+    def _is_gone(self, line: Line) -> bool:
+        return line.link.is_closed or line.link.silent_seconds > self._limit_seconds
 
     def _hear(self, node: Node, message: Message) -> None:
         if message["kind"] == "event":

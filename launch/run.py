@@ -97,7 +97,8 @@ def follow(choice: NodeChoice, launch: Launch, options: argparse.Namespace, requ
             else:
                 say(f"node 0 has ended the run with code {exit_code}")
             return exit_code
-        say("lost node 0; its ranks here have ended")
+        if not requests:
+            say("lost node 0; its ranks here have ended")
     if requests:
         return EXIT_FAILURE if requests.shall_kill else EXIT_STOPPED
     raise RunError(

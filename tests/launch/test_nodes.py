@@ -289,6 +289,8 @@ def test_an_agent_does_what_the_head_says() -> None:
     head = Played()
     hello = head.wait_for("hello")
     assert hello["node"] == 1 and hello["host"] == socket.gethostname()
+    head.link.send("setup", environ={})
+    time.sleep(3 * POLL_SECONDS)
     head.requests.add(signal.SIGUSR1)
     assert head.wait_for("request")["number"] == signal.SIGUSR1
     head.start(Launch("nowhere", 1, ()))
@@ -353,10 +355,11 @@ def test_an_agent_whose_head_is_silent_ends_its_ranks() -> None:
 class Wires:
     """A transport to agents in threads of this process, which were called with these arguments."""
 
-    listens = False
     variables: Mapping[str, str] = {}
 
-    def __init__(self, *arguments: Sequence[str]) -> None:
+    def __init__(self, *arguments: Sequence[str], limit_seconds: float = 60, listens: bool = False) -> None:
+        self.limit_seconds, self.listens = limit_seconds, listens
+        self.calling: list[socket.socket] = []
         self.arguments = arguments
         self.agents: list[Agent] = []
         self.codes: dict[int, int | None] = {}
@@ -365,8 +368,16 @@ class Wires:
     def start(self, missing: Sequence[int]) -> list[Line]:
         return [self._start(node) for node in missing]
 
+    def call(self, node: int) -> None:
+        """An agent that comes by itself."""
+        here, there = socket.socketpair()
+        self.calling.append(here)
+        self._serve(node, there)
+
     def arrivals(self) -> list[Line]:
-        return []
+        lines = [Line(socket_link(here)) for here in self.calling]
+        self.calling.clear()
+        return lines
 
     def complain(self, node: int, words: str) -> str:
         return f"node {node} did not come"
@@ -377,11 +388,16 @@ class Wires:
 
     def _start(self, node: int) -> Line:
         here, there = socket.socketpair()
-        agent = Agent(socket_link(there), node, 60, Requests(), own_output=True, arguments=self.arguments[node])
+        self._serve(node, there)
+        return Line(socket_link(here), node)
+
+    def _serve(self, node: int, there: socket.socket) -> None:
+        link, arguments = socket_link(there), self.arguments[node]
+        self.requests = Requests()  # of the agent that came last
+        agent = Agent(link, node, self.limit_seconds, self.requests, own_output=True, arguments=arguments)
         self.agents.append(agent)
         self.threads.append(threading.Thread(target=lambda: self.codes.update({node: agent.serve()})))
         self.threads[-1].start()
-        return Line(socket_link(here), node)
 
 
 def test_nodes_that_are_not_let_in_are_told_why() -> None:
@@ -432,3 +448,30 @@ def test_an_attempt_that_is_ended_costs_no_node() -> None:
         assert len(lines) == 2 and all("started spawn" in line for line in lines)
         lines.clear()
     nodes.leave(EXIT_DONE)
+
+
+def test_who_comes_while_others_work_waits_for_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than it would bear silence; and whoever still waits at the end is let go like the others."""
+    lines: list[str] = []
+    wires = Wires([], [], [], limit_seconds=3, listens=True)
+    monkeypatch.setattr(wires, "start", lambda missing: [])
+    nodes = Nodes(["", ""], wires, 60, Requests(), lines.append)
+    wires.call(0)
+    assert nodes.gather(2) == ["node 1 did not come"]
+    wires.call(1)
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        nodes.look()
+        time.sleep(POLL_SECONDS)
+    assert wires.codes == {}
+    nodes.reassemble()
+    assert [node.number for node in nodes.present] == [0, 1] and lines[-1].endswith(" is back")
+    wires.call(2)
+    nodes.look()
+    wires.requests.add(signal.SIGTERM)  # to one that waits: it need not wait
+    wires.threads[-1].join(10)
+    assert wires.codes == {2: None}
+    wires.call(2)
+    nodes.look()
+    nodes.leave(EXIT_DONE)
+    assert wires.codes == {0: EXIT_DONE, 1: EXIT_DONE, 2: EXIT_DONE}
