@@ -6,7 +6,6 @@ they tell, and decides.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -222,11 +221,12 @@ class Nodes:
             return f"{host}: --node-rank {number} is taken, or not below the {len(self._names)} nodes there are"
         theirs = hello.get("arguments", self._arguments)
         if theirs != self._arguments:
-            pairs = itertools.zip_longest(theirs, self._arguments, fillvalue="nothing")
-            here, there = next(pair for pair in pairs if pair[0] != pair[1])
+            here = ", ".join(one for one in theirs if one not in self._arguments)
+            there = ", ".join(one for one in self._arguments if one not in theirs)
+            difference = f"{here or 'nothing'} where node 0 has {there or 'nothing'}"
             return (
-                f"{host}: node {number} has {here} where node 0 has {there}; use the same command on all (--num-ranks "
-                "is by default the number of the node's GPUs)"
+                f"{host}: node {number} has {difference if here or there else 'its arguments in another order'}; use "
+                "the same command on all (--num-ranks is by default the number of the node's GPUs)"
             )
         # Where each node calls the command, two on one machine were meant to be there; it is also how to try it out.
         twins = [node.name for node in self.present if self._names[number] and node.machine == hello["machine"]]

@@ -412,13 +412,15 @@ def test_nodes_that_are_not_let_in_are_told_why() -> None:
     assert sorted(agent.reason for agent in wires.agents) == ["", problem]
     assert sorted(wires.codes.values(), key=str) == [EXIT_FAILURE, EXIT_USAGE]
 
-    wires = Wires(["x.yaml", "--num-ranks 8"], ["x.yaml", "--num-ranks 4"], ["x.yaml", "--num-ranks 8", "more"])
+    ours = ["x.yaml", "a=1", "--num-ranks 8"]
+    wires = Wires(ours, ["x.yaml", "a=1", "--num-ranks 4"], ["x.yaml", "b=2", *ours[1:]], [*ours[1:], ours[0]])
     lines: list[str] = []
-    nodes = Nodes(["", "", ""], wires, 60, Requests(), lines.append, wires.arguments[0])
+    nodes = Nodes([""] * 4, wires, 60, Requests(), lines.append, wires.arguments[0])
     problems = nodes.gather(30)
     nodes.leave(EXIT_FAILURE)
     begins = [f"{host}: node 1 has --num-ranks 4 where node 0 has --num-ranks 8; use the same command on all"]
-    begins += [f"{host}: node 2 has more where node 0 has nothing; use the same command on all"]
+    begins += [f"{host}: node 2 has b=2 where node 0 has nothing; use the same command on all"]
+    begins += [f"{host}: node 3 has its arguments in another order; use the same command on all"]
     for problem, begin in zip(problems, begins, strict=True):
         assert problem.startswith(begin)
     assert lines == []  # each is told once, by the caller
