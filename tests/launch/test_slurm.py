@@ -100,7 +100,7 @@ def test_a_killed_rank_fails_the_job(cluster: Cluster, tiny_config: Path, tmp_pa
 
 
 def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
-    """A job that is signalled before its first step would go round for ever; one that is cancelled stays so."""
+    """A job that is signalled before its first step would go round for ever; others are stopped for good, as wished."""
     job = Submitted(cluster, tiny_config, tmp_path / "runs/early", *ENDLESS)
     wait_until(lambda: len(list(job.ranks.glob("*.pid"))) == 2, "two ranks")
     cluster.run("scancel", "--signal=USR1", job.id)
@@ -115,6 +115,15 @@ def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Pa
     assert job.is_in("CANCELLED")
     assert "is queued again" not in job.output
     assert not job.ranks.exists()
+
+    job = Submitted(cluster, tiny_config, tmp_path / "runs/stopped", *ENDLESS)
+    wait_for_steps(None, job.folder, 1)
+    cluster.run("scontrol", "update", f"JobId={job.id}", "Requeue=0")
+    cluster.run("scancel", "--signal=USR1", job.id)
+    job.wait_for("FAILED", "COMPLETED", "PENDING")
+    assert cluster.job(job.id)["ExitCode"] == "75:0"
+    assert "error: the job is not queued again; submit it anew to go on" in job.output
+    assert len(list((job.folder / "checkpoints").iterdir())) == 1
 
 
 def test_srun_starts_one_supervisor_on_each_node(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
