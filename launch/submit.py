@@ -189,7 +189,7 @@ def render(job: Job, config: Config, arguments: Sequence[str], folder: Path) -> 
         "time": job.time,
         "stop_seconds": job.stop_seconds,
         "output": shlex.quote(f"{run}-slurm-".replace("%", "%%") + "%j.out"),
-        "directives": "".join(f"#SBATCH --{option}\n" for option in job.directives),
+        "directives": "".join(f"#SBATCH {shlex.quote(f'--{option}')}\n" for option in job.directives),
         "project": shlex.quote(str(_PROJECT)),
         "folder": shlex.quote(str(folder)),
         "run": shlex.quote(str(run)),

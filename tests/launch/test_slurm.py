@@ -36,6 +36,7 @@ class Submitted:
         self._cluster = cluster
         self.folder = folder
         options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "10", "--cpus-per-rank", "1"]
+        options += ["--sbatch", "comment=two words"]
         finished = submit(cluster, config, f"run.dir={folder.parent}", f"run.name={folder.name}", *overrides, *options)
         assert finished.code == 0, finished.errors
         self.id = finished.output.strip()
@@ -83,6 +84,7 @@ def test_a_job_is_signalled_queued_again_and_finishes(cluster: Cluster, tiny_con
     assert job.output.count("preflight: 2 ranks on 2 nodes ") == job.output.count("preflight: no problem found") == 2
     assert f"start 2 on n[1-2], from {job.folder}/checkpoints/step_{stopped_at:08d}" in job.output
     assert cluster.job(job.id)["Restarts"] == "1"
+    assert "Comment=two words" in cluster.run("scontrol", "show", "job", job.id)
     assert (job.folder / "DONE").is_file()
     assert not job.ranks.exists()
     losses = [record["loss"] for record in read_metrics(job.folder)]

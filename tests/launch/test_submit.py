@@ -33,7 +33,17 @@ def test_the_script_says_everything(tiny_config: Path, tmp_path: Path) -> None:
         tiny_config,
         "optim.lr=1e-3",
         *GPUS,
-        *("--partition", "big", "--account", "lab", "--sbatch=--qos=high", "--cpus-per-rank", "12"),
+        *(
+            "--partition",
+            "big",
+            "--account",
+            "lab",
+            "--sbatch=--qos=high",
+            "--sbatch",
+            "comment=my job",
+            "--cpus-per-rank",
+            "12",
+        ),
         *("--env", "NCCL_DEBUG=INFO", "--env", "GREETING=it's 5 $", "--stop-seconds", "600", *image),
     )
     directives = [line for line in script.splitlines() if line.startswith("#SBATCH")]
@@ -51,6 +61,7 @@ def test_the_script_says_everything(tiny_config: Path, tmp_path: Path) -> None:
         "#SBATCH --partition=big",
         "#SBATCH --account=lab",
         "#SBATCH --qos=high",
+        "#SBATCH '--comment=my job'",
     ]
     first_command = script.index("set -uo pipefail")
     assert all(script.index(line) < first_command for line in directives)  # sbatch reads no further
