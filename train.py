@@ -54,12 +54,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key, e.g. optim.lr=1e-3")
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, without data or training")
-    parser.add_argument("--plan", action="store_true", help="propose settings that fit --gpus of --gpu-memory each")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--dry-run", action="store_true", help="print what would run, without data or training")
+    only.add_argument("--plan", action="store_true", help="propose settings that fit --gpus of --gpu-memory each")
     parser.add_argument("--gpus", metavar="N", help="with --plan: number of GPUs")
     parser.add_argument("--gpu-memory", metavar="80GB", help="of a GPU; with --plan and --dry-run")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.gpus is not None and not options.plan:
+        parser.error(f"--gpus {options.gpus} is only for --plan; the launcher starts a run on so many GPUs")
+    if options.gpu_memory is not None and not (options.plan or options.dry_run):
+        parser.error(f"--gpu-memory {options.gpu_memory} is only for --plan and --dry-run")
+    return options
 
 
 def train(config: Config, topology: Topology) -> NoReturn:

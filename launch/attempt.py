@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -303,7 +304,7 @@ class Attempt:
         runs = self.look()
         for rank, process in self.ranks.items():
             for number in requests[self._signals_sent.get(rank, 0) :]:
-                if is_alive(process):
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
                 self._signals_sent[rank] = self._signals_sent.get(rank, 0) + 1
         has_none = bool(requests) and not self.ranks

@@ -10,6 +10,7 @@ from configs.errors import ConfigError
 
 # No option of ssh, and nothing that a shell or DeepSpeed's own reader would take apart.
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.:%@-]*)\s+slots=(?P<slots>[1-9]\d{0,4})", re.ASCII)
+_MOST_SHOWN = 60  # characters of a line that is no host
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def read_hostfile(path: str) -> list[Host]:
         ConfigError: with a line for every problem.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError([f"--hostfile {path}: cannot be read: {reason}"]) from None
@@ -57,7 +58,8 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
             continue
         match = _LINE.fullmatch(content)
         if match is None:
-            problems.append(f"{source}:{number}: {content!r} is not `NAME slots=N`, e.g. `gpu-node-1 slots=8`")
+            shown = content if len(content) <= _MOST_SHOWN else f"{content[:_MOST_SHOWN]}…"
+            problems.append(f"{source}:{number}: {shown!r} is not `NAME slots=N`, e.g. `gpu-node-1 slots=8`")
         elif match["name"] in first_lines:
             name = match["name"]
             problems.append(f"{source}:{number}: {name} stands in line {first_lines[name]} already; remove one of them")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 STYLE = (
@@ -26,42 +26,40 @@ class Block:
 
 def markdown(blocks: Sequence[Block]) -> str:
     """The report as Markdown."""
-    parts = []
-    for block in blocks:
-        if block.kind == "heading":
-            parts.append(f"{'#' * block.level} {block.text}")
-        elif block.kind == "code":
-            parts.append(f"```yaml\n{block.text}\n```")
-        elif block.kind == "image":
-            parts.append(f"![{block.text}]({block.file})")
-        elif block.kind == "table":
-            head, *rows = [[cell.replace("|", r"\|") for cell in line] for line in block.lines]
-            lines = [head, ["---"] * len(head), *rows]
-            parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
-        else:
-            parts.append(block.text)
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(_MARKDOWN[block.kind](block) for block in blocks) + "\n"
 
 
 def as_html(blocks: Sequence[Block], title: str) -> str:
     """The report as one HTML page; its figures lie beside it."""
-    parts = []
-    for block in blocks:
-        text = html.escape(block.text)
-        if block.kind == "heading":
-            parts.append(f"<h{block.level}>{text}</h{block.level}>")
-        elif block.kind == "code":
-            parts.append(f"<pre>{text}</pre>")
-        elif block.kind == "image":
-            parts.append(f'<img src="{html.escape(block.file)}" alt="{text}">')
-        elif block.kind == "table":
-            head, *rows = [[html.escape(cell) for cell in line] for line in block.lines]
-            lines = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
-            lines += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows]
-            parts.append(f"<table>{''.join(lines)}</table>")
-        else:
-            parts.append(f"<p>{text}</p>")
+    body = "".join(_HTML[block.kind](block) for block in blocks)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style><body>{''.join(parts)}</body></html>\n"
+        f"<style>{STYLE}</style><body>{body}</body></html>\n"
     )
+
+
+def _markdown_table(block: Block) -> str:
+    head, *rows = [[cell.replace("|", r"\|") for cell in line] for line in block.lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
+
+
+def _html_table(block: Block) -> str:
+    head, *rows = [[html.escape(cell) for cell in line] for line in block.lines]
+    body = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows)
+    return f"<table><tr><th>{'</th><th>'.join(head)}</th></tr>{body}</table>"
+
+
+_MARKDOWN: dict[str, Callable[[Block], str]] = {
+    "heading": lambda block: f"{'#' * block.level} {block.text}",
+    "text": lambda block: block.text,
+    "code": lambda block: f"```yaml\n{block.text}\n```",
+    "image": lambda block: f"![{block.text}]({block.file})",
+    "table": _markdown_table,
+}
+_HTML: dict[str, Callable[[Block], str]] = {
+    "heading": lambda block: f"<h{block.level}>{html.escape(block.text)}</h{block.level}>",
+    "text": lambda block: f"<p>{html.escape(block.text)}</p>",
+    "code": lambda block: f"<pre>{html.escape(block.text)}</pre>",
+    "image": lambda block: f'<img src="{html.escape(block.file)}" alt="{html.escape(block.text)}">',
+    "table": _html_table,
+}

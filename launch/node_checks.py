@@ -24,6 +24,7 @@ def find_problems(facts: Sequence[RankFacts]) -> list[str]:
     problems += _compare([rank for rank in nodes if rank.config is not None], lambda rank: rank.config, _config_problem)
     problems += _compare([rank for rank in nodes if rank.data], lambda rank: rank.data, _data_problem)
     problems += _compare(nodes, lambda rank: rank.device == "CPU", _device_problem)
+    problems += [_sharing_problem(ranks) for ranks in _ranks_that_share(facts)]
     problems += _memory_problems(facts, nodes)
     problems += [_disk_problem(rank, rank.disk) for rank in facts if rank.disk is not None and not rank.disk.is_met]
     if len({rank.host for rank in nodes}) > 1:
@@ -39,7 +40,11 @@ def find_problems(facts: Sequence[RankFacts]) -> list[str]:
 def can_communicate(facts: Sequence[RankFacts]) -> bool:
     """Whether an all-reduce can be expected to work, or to fail soon."""
     is_alike = len({(rank.versions["torch"], rank.device == "CPU") for rank in facts}) == 1
-    return is_alike and (len({rank.host for rank in facts}) == 1 or all(rank.loopback is None for rank in facts))
+    return (
+        is_alike
+        and not _ranks_that_share(facts)
+        and (len({rank.host for rank in facts}) == 1 or all(rank.loopback is None for rank in facts))
+    )
 
 
 def find_reported_problems(
@@ -147,6 +152,24 @@ def _data_problem(ours: Mapping[str, str], usual: Mapping[str, str], elsewhere: 
 def _device_problem(is_cpu: bool, usual_is_cpu: bool, elsewhere: str) -> str:
     here, there = ("no GPU", "has one") if is_cpu else ("a GPU", "has none")
     return f"{here} is to be seen, while {elsewhere} {there}; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+
+
+def _ranks_that_share(facts: Sequence[RankFacts]) -> list[list[RankFacts]]:
+    """The ranks of each GPU that has several; NCCL allows one."""
+    ranks: dict[str, list[RankFacts]] = {}
+    for rank in facts:
+        if rank.device_id:
+            ranks.setdefault(rank.device_id, []).append(rank)
+    return [sharing for sharing in ranks.values() if len(sharing) > 1]
+
+
+def _sharing_problem(ranks: Sequence[RankFacts]) -> str:
+    names = ", ".join(dict.fromkeys(name_node(rank) for rank in ranks))
+    numbers = ", ".join(str(rank.rank) for rank in ranks)
+    return (
+        f"{names}: ranks {numbers} share one {ranks[0].device}; start one rank for each GPU, and look at "
+        "CUDA_VISIBLE_DEVICES"
+    )
 
 
 def _memory_problems(facts: Sequence[RankFacts], nodes: Sequence[RankFacts]) -> list[str]:

@@ -64,6 +64,7 @@ class RankFacts:
         config: the resolved configuration as a tree; None where it cannot be read.
         data: key of a source -> hash of what it holds.
         device: name of the GPU, or "CPU".
+        device_id: of the GPU, the same on no other; empty on CPU.
         memory: of the device; None where the model cannot be planned.
         disk: of the run's folder; for rank 0, None for others.
         loopback: the loopback address that this host's own name stands for, which others cannot reach; else None.
@@ -76,6 +77,7 @@ class RankFacts:
     sources: dict[str, str]
     versions: dict[str, str]
     device: str
+    device_id: str = ""
     config: dict[str, Any] | None = None
     data: dict[str, str] = field(default_factory=dict)
     memory: Need | None = None
@@ -95,11 +97,13 @@ def collect_facts(topology: Topology, path: str, overrides: Sequence[str]) -> tu
     faults: list[str] = []
     config = _attempt(lambda: load_config(path, overrides), faults)
     opened = _attempt(lambda: open_data(config), faults) if config is not None else None
+    device_id = ""
     device, free_bytes, ranks_on_device = "CPU", float(psutil.virtual_memory().available), topology.local_world_size
     if torch.cuda.is_available():
-        index = _attempt(lambda: local_device(topology.local_rank, torch.cuda.device_count()), faults)
+        index = _attempt(lambda: local_device(topology, torch.cuda.device_count()), faults)
         if index is not None:
             device, ranks_on_device = torch.cuda.get_device_name(index), 1
+            device_id = str(torch.cuda.get_device_properties(index).uuid)
             free_bytes = float(torch.cuda.mem_get_info(index)[0])
     memory = disk = None
     data: dict[str, str] = {}
@@ -119,6 +123,7 @@ def collect_facts(topology: Topology, path: str, overrides: Sequence[str]) -> tu
         sources=hash_sources(_PROJECT),
         versions=find_versions(device != "CPU"),
         device=device,
+        device_id=device_id,
         config=None if config is None else config.model_dump(mode="json"),
         data=data,
         memory=memory,

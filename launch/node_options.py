@@ -73,8 +73,8 @@ def choose_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> Nod
     num_nodes = _agree("--nodes", options.nodes, srun.num_nodes if srun else None, problems)
     node = _agree("--node-rank", options.node_rank, srun.node if srun else None, problems)
     port = options.master_port
-    if options.lost_after < 5:
-        problems.append(f"--lost-after {options.lost_after:g}: expected at least 5 seconds; a beat comes every second")
+    if not 5 <= options.lost_after <= 86400:  # nor nan
+        problems.append(f"--lost-after {options.lost_after:g}: expected 5 to 86400 seconds; a beat comes every second")
     if port is not None and not 0 < port < 65536:
         problems.append(f"--master-port {port}: not a port; expected 1 to 65535")
     if options.launcher == "python" and (options.hostfile or (num_nodes or 1) > 1):

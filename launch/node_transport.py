@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -96,11 +97,16 @@ class SshTransport:
         hosts: where.
         limit_seconds: of silence, after which a host counts as lost.
         variables: for their environments, see `handed_over`.
+
+    Raises:
+        RunError: there is no ssh.
     """
 
     listens = False
 
     def __init__(self, hosts: Sequence[Host], limit_seconds: float, variables: Mapping[str, str]) -> None:
+        if shutil.which("ssh") is None:
+            raise RunError("--hostfile: no such program as ssh on the PATH; install OpenSSH's client")
         self.variables = variables
         self._hosts = hosts
         self._limit_seconds = limit_seconds
@@ -164,7 +170,7 @@ class SocketTransport:
     def arrivals(self) -> list[Line]:
         """Those that connected."""
         lines = []
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # nobody is there, or whoever was has left again
             while True:
                 connection, _ = self._listener.accept()
                 lines.append(Line(socket_link(connection)))
@@ -230,7 +236,8 @@ def handed_over(environ: Mapping[str, str]) -> dict[str, str]:
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     for folder in (Path.home(), Path()):  # as the deepspeed launcher has it
         with contextlib.suppress(FileNotFoundError):
-            chosen.update(parse_environment((folder / name).read_text(encoding="utf-8"), str(folder / name)))
+            text = os.fsdecode((folder / name).read_bytes())  # in whatever encoding, as variables are
+            chosen.update(parse_environment(text, str(folder / name)))
     return {**chosen, "PYTHONPATH": python_path(chosen)}
 
 

@@ -18,6 +18,7 @@ from launch.requests import Requests
 
 RETRY_SECONDS = 15.0  # for nodes that were lost, before a restart
 _FAREWELL_SECONDS = 3.0
+_HELLO = {"node", "host", "machine", "address", "port"}  # what an agent says of itself
 _GOOD = (EXIT_DONE, EXIT_STOPPED)
 
 
@@ -31,6 +32,7 @@ class Node:
         line: to its agent.
         address: where others reach it.
         port: free there a moment ago.
+        machine: the same only where two names stand for one host.
         report: of the attempt that has ended there; None while it runs, or before any.
     """
 
@@ -39,6 +41,7 @@ class Node:
     line: Line
     address: str
     port: int
+    machine: str
     report: Report | None = None
 
 
@@ -73,6 +76,7 @@ class Nodes:
         self._arguments = list(arguments)
         self._master_addr = master_addr
         self._present: dict[int, Node] = {}
+        self._waiting: list[Line] = []  # to agents that have not been let in yet
 
     @property
     def present(self) -> list[Node]:
@@ -86,27 +90,27 @@ class Nodes:
     def gather(self, seconds: float) -> list[str]:
         """Waits for the nodes that are missing, if any. Returns a line for each that is missing still."""
         deadline = time.monotonic() + seconds
-        waiting = self._transport.start(self._missing)
+        self._waiting += self._transport.start(self._missing)
         words: dict[int, str] = {}
         refusals: dict[int, str] = {}
         while set(self._missing) - set(refusals) and not self._requests and time.monotonic() < deadline:
-            if not waiting and not self._transport.listens:
+            if not self._waiting and not self._transport.listens:
                 break
-            for line in list(waiting):
+            for line in list(self._waiting):
                 messages = line.link.take()
                 if line.link.is_closed:
-                    waiting.remove(line)
+                    self._waiting.remove(line)
                     said = line.close()
                     if line.node is not None:
                         words[line.node] = said
                 elif messages:
-                    waiting.remove(line)
+                    self._waiting.remove(line)
                     refusals.update(self._let_in(line, *messages))
             self.look()
-            waiting += self._transport.arrivals()
             time.sleep(POLL_SECONDS)  # by the next look it shows whether those who just came are there still
-        for line in waiting:
+        for line in self._waiting:
             line.close()
+        self._waiting.clear()
         return [
             refusals.get(number) or self._transport.complain(number, words.get(number, "")) for number in self._missing
         ]
@@ -126,7 +130,15 @@ class Nodes:
             raise RunError("no node answers any more")
 
     def look(self) -> list[str]:
-        """Takes the agents' messages. Returns a line for each node that was lost just now."""
+        """Takes the agents' messages. Returns a line for each node that was lost just now.
+
+        A node that comes back meanwhile hears beats from now on, and waits for the next start.
+        """
+        gone = [line for line in self._waiting if line.node is None and self._is_gone(line)]
+        for line in gone:
+            self._waiting.remove(line)
+            line.close()
+        self._waiting += self._transport.arrivals()
         lost = []
         for node in self.present:
             is_closed = node.line.link.is_closed
@@ -159,15 +171,18 @@ class Nodes:
 
     def leave(self, exit_code: int) -> None:
         """Lets all agents go; those of other commands end with this exit code."""
-        nodes = self.present
-        for node in nodes:
-            node.line.link.send("leave", code=exit_code)
+        lines = [*(node.line for node in self.present), *self._waiting]
+        for line in lines:
+            line.link.send("leave", code=exit_code)
         end = time.monotonic() + _FAREWELL_SECONDS
-        while time.monotonic() < end and not all(node.line.link.is_closed for node in nodes):
+        while time.monotonic() < end and not all(line.link.is_closed for line in lines):
             time.sleep(POLL_SECONDS)
-        for node in nodes:
-            node.line.close()
+        for line in lines:
+            line.close()
         self._transport.close()
+
+    def _is_gone(self, line: Line) -> bool:
+        return line.link.is_closed or line.link.silent_seconds > self._limit_seconds
 
     def _hear(self, node: Node, message: Message) -> None:
         if message["kind"] == "event":
@@ -179,25 +194,45 @@ class Nodes:
 
     def _let_in(self, line: Line, hello: Message, *more: Message) -> dict[int, str]:
         """Takes an agent in, or turns it away; then its number, and why in one line."""
-        if hello["kind"] != "hello":
+        if hello["kind"] != "hello" or not hello.keys() >= _HELLO:
             line.close()
-            return {}
-        number, host = hello["node"], hello["host"]
-        refusal = ""
-        if number not in self._missing:
-            refusal = f"{host}: --node-rank {number} is taken, or not below the {len(self._names)} nodes there are"
-        elif hello.get("arguments", self._arguments) != self._arguments:
-            refusal = f"{host}: node {number} was called with other arguments than node 0; use the same command on all"
+            other = "its agent is of another revision of the project; bring it to the same one"
+            return {} if line.node is None else {line.node: f"{self._names[line.node]}: {other}"}
+        number = hello["node"]
+        refusal = self._refusal(hello)
         if refusal:
-            line.link.send("leave", code=EXIT_USAGE)
+            line.link.send("leave", code=EXIT_USAGE, reason=refusal)
+            if number in self._missing:
+                return {number: refusal}
             self._say(refusal)
-            return {number: refusal} if number in self._missing else {}
-        name = self._names[number] or f"node {number} ({host})"
+            return {}
+        name = self._names[number] or f"node {number} ({hello['host']})"
         line.link.send("setup", environ=self._transport.variables)
-        node = self._present[number] = Node(number, name, line, hello["address"], hello["port"])
+        node = Node(number, name, line, hello["address"], hello["port"], hello["machine"])
+        self._present[number] = node
         for message in more:
             self._hear(node, message)
         return {}
+
+    def _refusal(self, hello: Message) -> str:
+        """Why an agent is turned away, in one line; empty where it is not."""
+        number, host = hello["node"], hello["host"]
+        if number not in self._missing:
+            return f"{host}: --node-rank {number} is taken, or not below the {len(self._names)} nodes there are"
+        theirs = hello.get("arguments", self._arguments)
+        if theirs != self._arguments:
+            here = ", ".join(one for one in theirs if one not in self._arguments)
+            there = ", ".join(one for one in self._arguments if one not in theirs)
+            difference = f"{here or 'nothing'} where node 0 has {there or 'nothing'}"
+            return (
+                f"{host}: node {number} has {difference if here or there else 'its arguments in another order'}; use "
+                "the same command on all (--num-ranks is by default the number of the node's GPUs)"
+            )
+        # Where each node calls the command, two on one machine were meant to be there; it is also how to try it out.
+        twins = [node.name for node in self.present if self._names[number] and node.machine == hello["machine"]]
+        if twins:
+            return f"{self._names[number]}: is the host {host}, as {twins[0]} is; remove one of them from the hostfile"
+        return ""
 
 
 class NodesAttempt:

@@ -173,7 +173,7 @@ def _reduce(topology: Topology, store: dist.Store, backend: str) -> dict[str, An
 
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", local_device(topology.local_rank, torch.cuda.device_count()))
+        device = torch.device("cuda", local_device(topology, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     dist.init_process_group(
         backend,

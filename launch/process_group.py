@@ -25,7 +25,7 @@ def start_distributed(topology: Topology, config: Config) -> torch.device:
     if threads is not None:
         torch.set_num_threads(threads)
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_device(topology.local_rank, torch.cuda.device_count()))
+        device = torch.device("cuda", local_device(topology, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
@@ -34,7 +34,7 @@ def start_distributed(topology: Topology, config: Config) -> torch.device:
     return device
 
 
-def local_device(local_rank: int, num_visible: int) -> int:
+def local_device(topology: Topology, num_visible: int) -> int:
     """Index of this rank's GPU; 0 where the launcher shows each rank only its own.
 
     Raises:
@@ -42,9 +42,12 @@ def local_device(local_rank: int, num_visible: int) -> int:
     """
     if num_visible == 1:
         return 0
-    if local_rank >= num_visible:
-        raise RunError(f"LOCAL_RANK={local_rank}, but this node shows {num_visible} GPUs; start one rank for each")
-    return local_rank
+    if topology.local_world_size > num_visible:
+        raise RunError(
+            f"{topology.local_world_size} ranks were started here, but this node shows {num_visible} GPUs; start one "
+            "rank for each"
+        )
+    return topology.local_rank
 
 
 def _join_process_group(topology: Topology, device: torch.device, timeout: timedelta) -> None:

@@ -92,9 +92,13 @@ def follow(choice: NodeChoice, launch: Launch, options: argparse.Namespace, requ
         agent = Agent(link, choice.node, limit_seconds, requests, True, arguments=agreed_on(launch, options))
         exit_code = agent.serve()
         if exit_code is not None:
-            say(f"node 0 has ended the run with code {exit_code}")
+            if agent.reason:
+                write_line(2, f"error: {agent.reason}")
+            else:
+                say(f"node 0 has ended the run with code {exit_code}")
             return exit_code
-        say("lost node 0; its ranks here have ended")
+        if not requests:
+            say("lost node 0; its ranks here have ended")
     if requests:
         return EXIT_FAILURE if requests.shall_kill else EXIT_STOPPED
     raise RunError(

@@ -125,13 +125,18 @@ def read_job(options: argparse.Namespace) -> tuple[Config, Job]:
     if (gpus is None) == (ranks is None):
         problems.append("--gpus-per-node, --ranks-per-node: expected one of the two (the second is for CPU)")
     nodes = _positive("--nodes", options.nodes, problems)
-    ranks_per_node = _positive("--gpus-per-node" if ranks is None else "--ranks-per-node", ranks or gpus, problems)
+    ranks_per_node = _positive(
+        "--gpus-per-node" if ranks is None else "--ranks-per-node", gpus if ranks is None else ranks, problems
+    )
     stop_seconds = _positive("--stop-seconds", options.stop_seconds, problems)
     cpus_per_rank = _positive("--cpus-per-rank", options.cpus_per_rank, problems)
     _check_time(options.time, stop_seconds, problems)
     environment = _read_environment(options.env, problems)
     if ranks is not None:
         environment.setdefault("DS_ACCELERATOR", "cpu")
+    for name in ("partition", "account", "container", "container_mounts", "python"):
+        if getattr(options, name) == "":  # a shell's variable that is not set
+            problems.append(f"--{name.replace('_', '-')}: is empty; name one, or leave the option out")
     directives = [f"gpus-per-node={gpus}"] if gpus is not None else []
     if cpus_per_rank is not None:
         directives.append(f"cpus-per-task={cpus_per_rank}")
@@ -184,7 +189,7 @@ def render(job: Job, config: Config, arguments: Sequence[str], folder: Path) -> 
         "time": job.time,
         "stop_seconds": job.stop_seconds,
         "output": shlex.quote(f"{run}-slurm-".replace("%", "%%") + "%j.out"),
-        "directives": "".join(f"#SBATCH --{option}\n" for option in job.directives),
+        "directives": "".join(f"#SBATCH {shlex.quote(f'--{option}')}\n" for option in job.directives),
         "project": shlex.quote(str(_PROJECT)),
         "folder": shlex.quote(str(folder)),
         "run": shlex.quote(str(run)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from launch.errors import RunError
 from launch.process_group import local_device
 from launch.step_report import PendingReport
 from launch.timing import Stopwatch
+from launch.topology import Topology
 
 
 def row(
@@ -58,10 +61,12 @@ def test_a_rank_without_finite_loss_is_named_and_one_request_stops_all() -> None
 
 
 def test_a_lone_visible_gpu_is_this_ranks() -> None:
-    assert local_device(local_rank=3, num_visible=1) == 0
-    assert local_device(local_rank=3, num_visible=8) == 3
-    with pytest.raises(RunError, match="LOCAL_RANK=4, but this node shows 2 GPUs"):
-        local_device(local_rank=4, num_visible=2)
+    topology = Topology("torch", 3, 4, 3, 4, 0, "127.0.0.1", 1)
+    assert local_device(topology, num_visible=1) == 0
+    assert local_device(topology, num_visible=8) == 3
+    # The same words from every rank: the preflight prints them once.
+    with pytest.raises(RunError, match="4 ranks were started here, but this node shows 2 GPUs; start one rank for"):
+        local_device(replace(topology, local_rank=0), num_visible=2)
 
 
 def test_a_stopwatch_adds_intervals_and_starts_again() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.errors import ConfigError
-from launch.attempt import SPAWN, Launch, Place, Report
-from launch.errors import EXIT_DONE, EXIT_STOPPED, RunError
+from launch.attempt import POLL_SECONDS, SPAWN, Launch, Place, Report
+from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, RunError
 from launch.hostfile import Host, parse_hostfile, read_hostfile
 from launch.lifeline import RankOutcome
 from launch.node_agent import Agent
 from launch.node_link import LineReader, Link, encode
 from launch.node_options import NodeChoice, choose_nodes, first_of_nodelist
-from launch.node_transport import handed_over, parse_environment, socket_link, ssh_command
-from launch.nodes import is_failure
+from launch.node_transport import Line, handed_over, parse_environment, socket_link, ssh_command
+from launch.nodes import Nodes, is_failure
 from launch.requests import Requests
 from launch.run import parse_arguments
 from launch.spawn import rank_environment
@@ -75,6 +76,22 @@ def test_all_faults_of_a_hostfile_are_told(tmp_path: Path) -> None:
         parse_hostfile("\n# nobody\n", "hosts")
     with pytest.raises(ConfigError, match=r"--hostfile .*: cannot be read: No such file or directory"):
         read_hostfile(str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"--hostfile .*: cannot be read: Is a directory"):
+        read_hostfile(str(tmp_path))
+
+
+def test_hostfiles_of_other_systems(tmp_path: Path) -> None:
+    """With Windows' line ends and mark at the beginning; and what is no text at all."""
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfa slots=2\r\n2001:db8::1\tslots=2\r\n")
+    assert read_hostfile(str(path)) == [Host("a", 2), Host("2001:db8::1", 2)]
+    path.write_bytes(b"\xff\x00\x80")
+    with pytest.raises(ConfigError, match=r"--hostfile .*: cannot be read: it is not UTF-8 text"):
+        read_hostfile(str(path))
+    path.write_bytes(bytes(100_000))
+    with pytest.raises(ConfigError) as caught:
+        read_hostfile(str(path))
+    assert len(str(caught.value)) < 500
 
 
 MESSAGES = st.lists(
@@ -152,7 +169,9 @@ def test_nodes_come_from_options_a_hostfile_or_srun(tmp_path: Path) -> None:
         (["--nodes", "2", "--node-rank", "1"], SRUN, ["--nodes 2 contradicts srun", "--node-rank 1 contradicts srun"]),
         ([], {**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, ["SLURM_STEP_NUM_TASKS=8 on SLURM_STEP_NUM_NODES=4 nodes"]),
         ([], {**SRUN, "SLURM_NODEID": "x"}, ["SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES, SLURM_NODEID"]),
-        (["--lost-after", "1"], {}, ["--lost-after 1: expected at least 5 seconds"]),
+        (["--lost-after", "1"], {}, ["--lost-after 1: expected 5 to 86400 seconds"]),
+        (["--lost-after", "nan"], {}, ["--lost-after nan: expected 5 to 86400 seconds"]),
+        (["--lost-after", "inf"], {}, ["--lost-after inf: expected 5 to 86400 seconds"]),
         (["--nodes", "1", "--master-port", "70000"], {}, ["--master-port 70000: not a port"]),
     ],
 )
@@ -169,9 +188,14 @@ def test_variables_for_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RunError, match=r"f:2: 'B' is not NAME=VALUE"):
         parse_environment("A=1\nB\n", "f")
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=WARN\nMINE=1\n")
+    (tmp_path / ".deepspeed_env").write_bytes(b"NCCL_DEBUG=WARN\nMINE=\xff\n")
     environ = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "AWS_SECRET": "x", "PYTHONPATH": "/lib"}
-    expected = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "3", "MINE": "1", "PYTHONPATH": f"{ROOT}:/lib"}
+    expected = {
+        "NCCL_DEBUG": "WARN",
+        "OMP_NUM_THREADS": "3",
+        "MINE": os.fsdecode(b"\xff"),
+        "PYTHONPATH": f"{ROOT}:/lib",
+    }
     assert handed_over(environ) == expected
 
 
@@ -265,6 +289,8 @@ def test_an_agent_does_what_the_head_says() -> None:
     head = Played()
     hello = head.wait_for("hello")
     assert hello["node"] == 1 and hello["host"] == socket.gethostname()
+    head.link.send("setup", environ={})
+    time.sleep(3 * POLL_SECONDS)
     head.requests.add(signal.SIGUSR1)
     assert head.wait_for("request")["number"] == signal.SIGUSR1
     head.start(Launch("nowhere", 1, ()))
@@ -276,9 +302,33 @@ def test_an_agent_does_what_the_head_says() -> None:
     assert head.wait_for("event")["line"].startswith("started spawn")
     head.link.send("end")
     assert head.wait_for("ended")["report"]["launcher_code"] is None
+    head.link.send("end")  # too late: it must not be taken for the next attempt's, nor for a farewell
+    time.sleep(3 * POLL_SECONDS)
+    head.start(server_launch())
+    assert head.wait_for("event")["line"].startswith("started spawn")
+    head.link.send("signal", number=signal.SIGTERM)
+    head.wait_for("ended")
     head.link.send("leave", code=EXIT_STOPPED)
     head.thread.join(30)
     assert head.codes == [EXIT_STOPPED]
+
+
+@pytest.mark.parametrize("more", [{"kind": "signal", "number": signal.SIGTERM}, {"kind": "end"}])
+def test_what_comes_with_a_start_is_about_it(more: dict[str, Any]) -> None:
+    """An agent may see both at once; this rank would not end by itself."""
+    here, there = socket.socketpair()
+    here.sendall(encode({"kind": "start", "launch": server_launch().to_json()}) + encode(more))
+    agent = Agent(socket_link(there), 0, 5, Requests(), own_output=True)
+    head = socket_link(here)
+    thread = threading.Thread(target=agent.serve)
+    thread.start()
+    end, kinds = time.monotonic() + 20, [""]
+    while "ended" not in kinds and time.monotonic() < end:
+        kinds += [message["kind"] for message in head.take()]
+        time.sleep(0.01)
+    head.send("leave", code=0)
+    thread.join(30)
+    assert "ended" in kinds
 
 
 def test_an_agent_whose_head_has_gone_leaves() -> None:
@@ -300,3 +350,130 @@ def test_an_agent_whose_head_is_silent_ends_its_ranks() -> None:
     (ended,) = [message for message in heard if message["kind"] == "ended"]
     assert ended["report"]["launcher_code"] is None
     here.close()
+
+
+class Wires:
+    """A transport to agents in threads of this process, which were called with these arguments."""
+
+    variables: Mapping[str, str] = {}
+
+    def __init__(self, *arguments: Sequence[str], limit_seconds: float = 60, listens: bool = False) -> None:
+        self.limit_seconds, self.listens = limit_seconds, listens
+        self.calling: list[socket.socket] = []
+        self.arguments = arguments
+        self.agents: list[Agent] = []
+        self.codes: dict[int, int | None] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(self, missing: Sequence[int]) -> list[Line]:
+        return [self._start(node) for node in missing]
+
+    def call(self, node: int) -> None:
+        """An agent that comes by itself."""
+        here, there = socket.socketpair()
+        self.calling.append(here)
+        self._serve(node, there)
+
+    def arrivals(self) -> list[Line]:
+        lines = [Line(socket_link(here)) for here in self.calling]
+        self.calling.clear()
+        return lines
+
+    def complain(self, node: int, words: str) -> str:
+        return f"node {node} did not come"
+
+    def close(self) -> None:
+        for thread in self.threads:
+            thread.join(30)
+
+    def _start(self, node: int) -> Line:
+        here, there = socket.socketpair()
+        self._serve(node, there)
+        return Line(socket_link(here), node)
+
+    def _serve(self, node: int, there: socket.socket) -> None:
+        link, arguments = socket_link(there), self.arguments[node]
+        self.requests = Requests()  # of the agent that came last
+        agent = Agent(link, node, self.limit_seconds, self.requests, own_output=True, arguments=arguments)
+        self.agents.append(agent)
+        self.threads.append(threading.Thread(target=lambda: self.codes.update({node: agent.serve()})))
+        self.threads[-1].start()
+
+
+def test_nodes_that_are_not_let_in_are_told_why() -> None:
+    """Two names of one host, and other arguments than node 0 has."""
+    wires = Wires([], [])
+    nodes = Nodes(["a", "b"], wires, 60, Requests(), print)
+    (problem,) = nodes.gather(30)
+    nodes.leave(EXIT_FAILURE)
+    host, both = socket.gethostname(), {"a", "b"}
+    (present,) = both - {problem[0]}
+    assert problem == f"{problem[0]}: is the host {host}, as {present} is; remove one of them from the hostfile"
+    assert sorted(agent.reason for agent in wires.agents) == ["", problem]
+    assert sorted(wires.codes.values(), key=str) == [EXIT_FAILURE, EXIT_USAGE]
+
+    ours = ["x.yaml", "a=1", "--num-ranks 8"]
+    wires = Wires(ours, ["x.yaml", "a=1", "--num-ranks 4"], ["x.yaml", "b=2", *ours[1:]], [*ours[1:], ours[0]])
+    lines: list[str] = []
+    nodes = Nodes([""] * 4, wires, 60, Requests(), lines.append, wires.arguments[0])
+    problems = nodes.gather(30)
+    nodes.leave(EXIT_FAILURE)
+    begins = [f"{host}: node 1 has --num-ranks 4 where node 0 has --num-ranks 8; use the same command on all"]
+    begins += [f"{host}: node 2 has b=2 where node 0 has nothing; use the same command on all"]
+    begins += [f"{host}: node 3 has its arguments in another order; use the same command on all"]
+    for problem, begin in zip(problems, begins, strict=True):
+        assert problem.startswith(begin)
+    assert lines == []  # each is told once, by the caller
+
+    here, there = socket.socketpair()
+    there.sendall(encode({"kind": "hello", "node": 0}))
+    wires = Wires()
+    wires.start = lambda missing: [Line(socket_link(here), 0)]  # type: ignore[method-assign]
+    (problem,) = Nodes(["a"], wires, 60, Requests(), print).gather(30)
+    assert problem == "a: its agent is of another revision of the project; bring it to the same one"
+
+
+def test_an_attempt_that_is_ended_costs_no_node() -> None:
+    lines: list[str] = []
+    nodes = Nodes(["", ""], Wires([], []), 60, Requests(), lines.append)
+    assert nodes.gather(30) == []
+    for _ in range(2):
+        attempt = nodes.start(server_launch())
+        end = time.monotonic() + 30
+        while sum("started spawn" in line for line in lines) < 2 and time.monotonic() < end:
+            nodes.look()
+            time.sleep(0.01)
+        attempt.kill()
+        assert attempt.close().fault == ""
+        time.sleep(3 * POLL_SECONDS)
+        assert nodes.look() == []
+        assert len(lines) == 2 and all("started spawn" in line for line in lines)
+        lines.clear()
+    nodes.leave(EXIT_DONE)
+
+
+def test_who_comes_while_others_work_waits_for_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than it would bear silence; and whoever still waits at the end is let go like the others."""
+    lines: list[str] = []
+    wires = Wires([], [], [], limit_seconds=3, listens=True)
+    monkeypatch.setattr(wires, "start", lambda missing: [])
+    nodes = Nodes(["", ""], wires, 60, Requests(), lines.append)
+    wires.call(0)
+    assert nodes.gather(2) == ["node 1 did not come"]
+    wires.call(1)
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        nodes.look()
+        time.sleep(POLL_SECONDS)
+    assert wires.codes == {}
+    nodes.reassemble()
+    assert [node.number for node in nodes.present] == [0, 1] and lines[-1].endswith(" is back")
+    wires.call(2)
+    nodes.look()
+    wires.requests.add(signal.SIGTERM)  # to one that waits: it need not wait
+    wires.threads[-1].join(10)
+    assert wires.codes == {2: None}
+    wires.call(2)
+    nodes.look()
+    nodes.leave(EXIT_DONE)
+    assert wires.codes == {0: EXIT_DONE, 1: EXIT_DONE, 2: EXIT_DONE}

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from configs.load import load_config
+from launch.errors import EXIT_USAGE
 from launch.fit import USABLE
 from launch.memory import model_sizes, plan_memory
 from launch.plan import ASSUMED_VOCAB_SIZE, print_plan
 from tests.conftest import ROOT, python
-from train import main
+from train import main, parse_arguments
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 MILLION = 1e6
@@ -126,6 +127,22 @@ def test_the_dry_run_imports_no_deepspeed_and_needs_no_data() -> None:
     finished = python("-c", script)
     assert finished.code == 0, finished.errors
     assert "assumed" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--gpus", "8"], "--gpus 8 is only for --plan; the launcher starts a run on so many GPUs"),
+        (["--dry-run", "--gpus", "8"], "--gpus 8 is only for --plan"),
+        (["--gpu-memory", "80GB"], "--gpu-memory 80GB is only for --plan and --dry-run"),
+        (["--plan", "--dry-run"], "argument --dry-run: not allowed with argument --plan"),
+    ],
+)
+def test_options_of_a_plan_start_no_run(arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_arguments(["configs/debug.yaml", *arguments])
+    assert ended.value.code == EXIT_USAGE
+    assert problem in capsys.readouterr().err
 
 
 def test_help_imports_no_torch() -> None:

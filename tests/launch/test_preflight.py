@@ -263,6 +263,15 @@ def test_gpus_and_names_that_stand_for_loopback() -> None:
     assert not can_communicate(facts)
     assert can_communicate([FACTS, replace(FACTS, rank=1, loopback="127.0.1.1")])  # one host
 
+    shared = {"device": "NVIDIA H200", "device_id": "x"}
+    facts = on_nodes(shared, {**shared, "device_id": "y"}, shared)
+    assert find_problems(facts) == [
+        "node 0 (a), node 2 (c): ranks 0, 2 share one NVIDIA H200; start one rank for each GPU, and look at "
+        "CUDA_VISIBLE_DEVICES"
+    ]
+    assert not can_communicate(facts)
+    assert can_communicate(facts[:2])
+
 
 def test_a_node_that_cannot_write_and_a_network_of_which_a_part_fails() -> None:
     reports: list[dict[str, Any]] = [

@@ -36,6 +36,7 @@ class Submitted:
         self._cluster = cluster
         self.folder = folder
         options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "10", "--cpus-per-rank", "1"]
+        options += ["--sbatch", "comment=two words"]
         finished = submit(cluster, config, f"run.dir={folder.parent}", f"run.name={folder.name}", *overrides, *options)
         assert finished.code == 0, finished.errors
         self.id = finished.output.strip()
@@ -83,6 +84,7 @@ def test_a_job_is_signalled_queued_again_and_finishes(cluster: Cluster, tiny_con
     assert job.output.count("preflight: 2 ranks on 2 nodes ") == job.output.count("preflight: no problem found") == 2
     assert f"start 2 on n[1-2], from {job.folder}/checkpoints/step_{stopped_at:08d}" in job.output
     assert cluster.job(job.id)["Restarts"] == "1"
+    assert "Comment=two words" in cluster.run("scontrol", "show", "job", job.id)
     assert (job.folder / "DONE").is_file()
     assert not job.ranks.exists()
     losses = [record["loss"] for record in read_metrics(job.folder)]
@@ -100,7 +102,7 @@ def test_a_killed_rank_fails_the_job(cluster: Cluster, tiny_config: Path, tmp_pa
 
 
 def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
-    """A job that is signalled before its first step would go round for ever; one that is cancelled stays so."""
+    """A job that is signalled before its first step would go round for ever; others are stopped for good, as wished."""
     job = Submitted(cluster, tiny_config, tmp_path / "runs/early", *ENDLESS)
     wait_until(lambda: len(list(job.ranks.glob("*.pid"))) == 2, "two ranks")
     cluster.run("scancel", "--signal=USR1", job.id)
@@ -115,6 +117,15 @@ def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Pa
     assert job.is_in("CANCELLED")
     assert "is queued again" not in job.output
     assert not job.ranks.exists()
+
+    job = Submitted(cluster, tiny_config, tmp_path / "runs/stopped", *ENDLESS)
+    wait_for_steps(None, job.folder, 1)
+    cluster.run("scontrol", "update", f"JobId={job.id}", "Requeue=0")
+    cluster.run("scancel", "--signal=USR1", job.id)
+    job.wait_for("FAILED", "COMPLETED", "PENDING")
+    assert cluster.job(job.id)["ExitCode"] == "75:0"
+    assert "error: the job is not queued again; submit it anew to go on" in job.output
+    assert len(list((job.folder / "checkpoints").iterdir())) == 1
 
 
 def test_srun_starts_one_supervisor_on_each_node(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:

@@ -33,7 +33,17 @@ def test_the_script_says_everything(tiny_config: Path, tmp_path: Path) -> None:
         tiny_config,
         "optim.lr=1e-3",
         *GPUS,
-        *("--partition", "big", "--account", "lab", "--sbatch=--qos=high", "--cpus-per-rank", "12"),
+        *(
+            "--partition",
+            "big",
+            "--account",
+            "lab",
+            "--sbatch=--qos=high",
+            "--sbatch",
+            "comment=my job",
+            "--cpus-per-rank",
+            "12",
+        ),
         *("--env", "NCCL_DEBUG=INFO", "--env", "GREETING=it's 5 $", "--stop-seconds", "600", *image),
     )
     directives = [line for line in script.splitlines() if line.startswith("#SBATCH")]
@@ -51,6 +61,7 @@ def test_the_script_says_everything(tiny_config: Path, tmp_path: Path) -> None:
         "#SBATCH --partition=big",
         "#SBATCH --account=lab",
         "#SBATCH --qos=high",
+        "#SBATCH '--comment=my job'",
     ]
     first_command = script.index("set -uo pipefail")
     assert all(script.index(line) < first_command for line in directives)  # sbatch reads no further
@@ -109,6 +120,11 @@ def test_all_problems_at_once(tiny_config: Path, tmp_path: Path, monkeypatch: py
         "--env: '9=1': expected NAME=VALUE",
         "--container-mounts /a: is only of use with --container",
         "sbatch: no such program on the PATH; submit on a login node of the cluster, or use --print",
+    ]
+    empty = ["--ranks-per-node=", "--partition=", "--account=", "--container=", "--container-mounts=", "--python="]
+    assert problems(tiny_config, "--nodes", "1", "--time", "9", *empty, "--print") == [
+        "--ranks-per-node: '' is not a whole number from 1 on",
+        *(f"{option[:-1]}: is empty; name one, or leave the option out" for option in empty[1:]),
     ]
     assert problems(
         tiny_config, "run.resume=never", "--nodes", "1", "--time", "9", "--sbatch", "a=b\nrm", "--print"

@@ -178,10 +178,11 @@ def test_deaths_short_cuts_and_requests(
 def test_a_lost_host_is_left_out_until_it_is_back(
     hosts: TwoHosts, tiny_config: Path, tmp_path: Path, reference: Reference
 ) -> None:
-    """Both hosts, then one, then both again, under torchrun; the batch and the curve stay the same."""
+    """Both hosts, then without the one of rank 0, then both again, under torchrun; one batch, and one curve."""
     folder = tmp_path / "runs/tiny"
     limits = [f"deepspeed.timeout_seconds={TIMEOUT_SECONDS}", "--lost-after", str(TIMEOUT_SECONDS)]
-    options = ["--launcher", "torchrun", "--no-check", "--hostfile", hosts.hostfile(), "--max-restarts", "2"]
+    hostfile = hosts.hostfile(b_first=True)
+    options = ["--launcher", "torchrun", "--no-check", "--hostfile", hostfile, "--max-restarts", "2"]
     process = hosts.a.start(run_command(tiny_config, *limits, "train.stop_step=100", *options))
     wait_for_progress(hosts, folder, (1, 1), process)
     hosts.cut()
@@ -199,6 +200,7 @@ def test_a_lost_host_is_left_out_until_it_is_back(
     assert "failed: lost host-b: no answer for 15 s; restart 1 of 2 in " in finished.output
     assert "going on without host-b: cannot be used through ssh: " in finished.output
     assert "host-b is back" in finished.output
+    assert "lost host-a" not in finished.output
     assert "2 accumulation steps" in finished.output and "4 accumulation steps" in finished.output
     assert done_step(folder) == 100
     reference.check(tiny_config, folder, relative=1e-4)
@@ -214,6 +216,25 @@ def test_nobody_outlives_a_killed_head(hosts: TwoHosts, tiny_config: Path, tmp_p
     finish(process, timeout=60)
     wait_until(lambda: hosts.left() == [], "empty hosts")
     assert list_checkpoints(folder / "checkpoints")[-1][0] == step(folder)
+
+
+def test_a_second_sigint_ends_all_ranks_on_all_hosts(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
+    """Two ranks a host, of which one stands still, so that no checkpoint can come to its end."""
+    options = ["--launcher", "torchrun", "--no-check", "--hostfile", hosts.hostfile(slots=2), "--max-restarts", "3"]
+    process = hosts.a.start(run_command(tiny_config, *options))
+    wait_for_ranks(hosts, (2, 2), process)
+    wait_for_steps(process, tmp_path / "runs/tiny", 3)
+    hosts.b.ranks()[0].suspend()
+    hosts.a.signal(process, signal.SIGINT)
+    time.sleep(2)
+    assert process.poll() is None
+    begin = time.monotonic()
+    hosts.a.signal(process, signal.SIGINT)
+    finished = ends(process, hosts, seconds=60)
+    assert time.monotonic() - begin < 15
+    assert finished.code == EXIT_FAILURE
+    assert finished.errors.splitlines()[-1] == "error: interrupted; the run can go on from its last checkpoint"
+    assert "lost host" not in finished.output
 
 
 def test_every_node_calls_the_command(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
@@ -234,13 +255,20 @@ def test_every_node_calls_the_command(hosts: TwoHosts, tiny_config: Path, tmp_pa
 
 
 def test_what_is_wrong_before_a_run(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
-    """A host that nobody answers on, other source code on one host, and a port in use: a line each."""
+    """A host that nobody answers on, one with two names, other source code on one, a port in use: a line each."""
     more = hosts.hostfile(more="host-c slots=1\n")
     finished = ends(hosts.a.start(run_command(tiny_config, "--hostfile", more)), hosts)
     assert finished.code == EXIT_FAILURE
     (line,) = finished.errors.splitlines()
     assert line.startswith("error: host-c: cannot be used through ssh: ssh: connect to host host-c port 2222: ")
     assert "see whether `ssh -o BatchMode=yes host-c true` works" in line
+
+    twice = hosts.hostfile(more=f"{hosts.b.address} slots=1\n")
+    finished = ends(hosts.a.start(run_command(tiny_config, "--hostfile", twice)), hosts)
+    assert finished.code == EXIT_FAILURE
+    (line,) = finished.errors.splitlines()
+    assert line.endswith("; remove one of them from the hostfile")
+    assert ": is the host host-b, as " in line and "host-b" in line and hosts.b.address in line
 
     other = hosts.folder / "schedule.py"
     other.write_text((ROOT / "launch/schedule.py").read_text() + "# changed\n")

@@ -146,10 +146,11 @@ class TwoHosts:
         self.a, self.b = self.hosts = hosts
         self.folder = folder
 
-    def hostfile(self, slots: int = 1, more: str = "") -> str:
-        """The path of one with both hosts."""
+    def hostfile(self, slots: int = 1, more: str = "", b_first: bool = False) -> str:
+        """The path of one with both hosts; rank 0 is on the first of them."""
         path = self.folder / f"hosts-{secrets.token_hex(4)}"
-        path.write_text("".join(f"{host.name} slots={slots}\n" for host in self.hosts) + more)
+        hosts = reversed(self.hosts) if b_first else self.hosts
+        path.write_text("".join(f"{host.name} slots={slots}\n" for host in hosts) + more)
         return str(path)
 
     def cut(self) -> None:
