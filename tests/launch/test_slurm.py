@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,7 +103,10 @@ def test_a_killed_rank_fails_the_job(cluster: Cluster, tiny_config: Path, tmp_pa
 
 
 def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
-    """A job that is signalled before its first step would go round for ever; others are stopped for good, as wished."""
+    """A job that is signalled before its first step would go round for ever; others are stopped for good, as wished.
+
+    The last one is signalled by SLURM itself, ahead of the time limit.
+    """
     job = Submitted(cluster, tiny_config, tmp_path / "runs/early", *ENDLESS)
     wait_until(lambda: len(list(job.ranks.glob("*.pid"))) == 2, "two ranks")
     cluster.run("scancel", "--signal=USR1", job.id)
@@ -118,10 +122,13 @@ def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Pa
     assert "is queued again" not in job.output
     assert not job.ranks.exists()
 
+    submitted_at = time.monotonic()
     job = Submitted(cluster, tiny_config, tmp_path / "runs/stopped", *ENDLESS)
     wait_for_steps(None, job.folder, 1)
     cluster.run("scontrol", "update", f"JobId={job.id}", "Requeue=0")
-    cluster.run("scancel", "--signal=USR1", job.id)
+    # Three to four minutes are left; every 30 s SLURM looks whether a job is within --stop-seconds (300) of its limit.
+    minutes = int(time.monotonic() - submitted_at) // 60 + 4
+    cluster.run("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}")
     job.wait_for("FAILED", "COMPLETED", "PENDING")
     assert cluster.job(job.id)["ExitCode"] == "75:0"
     assert "error: the job is not queued again; submit it anew to go on" in job.output
