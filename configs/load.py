@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +103,11 @@ def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any
         yield prefix, old, new
 
 
-def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every leaf of a tree of plain values; lists are leaves."""
-    if isinstance(tree, dict) and tree:
+def leaves(tree: Any, prefix: str = "", whole: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """(key, value) of every leaf of a tree of plain values; lists are leaves, and what lies at the keys in `whole`."""
+    if isinstance(tree, dict) and tree and prefix not in whole:
         for key, value in tree.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else key)
+            yield from leaves(value, f"{prefix}.{key}" if prefix else key, whole)
     else:
         yield prefix, tree
 

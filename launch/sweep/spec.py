@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import Field, StringConstraints, ValidationError
 
@@ -131,8 +131,12 @@ def load_sweep(path: str | Path) -> Sweep:
 
 
 def flatten(overrides: Overrides) -> dict[str, Any]:
-    """Dotted key -> value, of a tree whose keys may be dotted already."""
-    return {key: value for key, value in leaves(overrides) if key}
+    """Dotted key -> value, of a tree whose keys may be dotted already.
+
+    A mapping whose keys are the user's own (data.val_sources) is one value, so that it takes the place of the base's.
+    """
+    mappings = {key for key, field in schema_keys() if get_origin(field.annotation) is dict}
+    return {key: value for key, value in leaves(overrides, whole=mappings) if key}
 
 
 def _find_problems(sweep: Sweep) -> Iterator[str]:

@@ -16,7 +16,7 @@ from launch.sweep.cells import Cell, expand
 from launch.sweep.divergence import divergence_step, nonfinite_step
 from launch.sweep.measures import best_rate, first_reach, pilot_score, range_around, sensitivity, usable_rates
 from launch.sweep.results import Run
-from launch.sweep.spec import Divergence, Sweep
+from launch.sweep.spec import Divergence, Sweep, flatten
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 loss_values = st.one_of(st.floats(2.0, 9.0), st.just(math.inf))
@@ -123,6 +123,16 @@ def test_a_grid_is_the_product_and_each_cell_has_a_folder_of_its_own(
     places = {(cell.arm, cell.lr, cell.seed) for cell in cells}
     assert places == set(itertools.product(arms, lrs, seeds)) and len(cells) == len(places)
     assert len({cell.name for cell in cells}) == len(cells)
+
+
+def test_validation_data_of_a_sweep_take_the_place_of_the_base_s() -> None:
+    overrides = {"data": {"val_sources": {"mine": "a/val"}}, "optim": {"muon.adamw_lr": 0.1, "warmup_steps": 3}}
+    assert flatten(overrides) == {
+        "data.val_sources": {"mine": "a/val"},
+        "optim.muon.adamw_lr": 0.1,
+        "optim.warmup_steps": 3,
+    }
+    assert flatten({"data.val_sources.mine": "a/val"}) == {"data.val_sources.mine": "a/val"}  # beside the base's
 
 
 def make_run(arm: str, lr: float, seed: int, curve: list[float], state: str = "finished", **cell: object) -> Run:
