@@ -74,6 +74,6 @@ def test_every_module_and_its_public_functions_have_docstrings() -> None:
 
 
 def test_files_named_in_the_documents_exist() -> None:
-    for document in ROOT.glob("*.md"):
+    for document in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
-            assert (ROOT / target).exists(), f"{document.name} links to {target}"
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
