@@ -65,8 +65,10 @@ def time_arms(
         while len(rounds) < timing.rounds:
             say(f"timing of {grid.name}: round {len(rounds) + 1} of {timing.rounds}")
             seconds: dict[str, float] = {}
-            for arm, cell in chosen.items():
-                stretch = _time_stretch(sweep, timing, cell, requests)
+            # Each round begins with another arm, so that none is always the first or the last.
+            first = len(rounds) % len(chosen)
+            for arm in [*list(chosen)[first:], *list(chosen)[:first]]:
+                stretch = _time_stretch(sweep, timing, chosen[arm], requests)
                 if stretch is None:
                     return False
                 seconds[arm] = stretch

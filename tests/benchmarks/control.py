@@ -47,6 +47,8 @@ CONTROLS = {
     "clip, every head computed": ["qk_control.clip_threshold=1.0e-4"],
     MONITOR: [f"monitor.every_steps={MONITOR_STEPS}"],
     "muon": ["optim.name=muon"],
+    "muon and constant": ["optim.name=muon", "qk_control.policy=constant"],
+    "muon and quack": ["optim.name=muon", "qk_control.policy=quack"],
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.sweep.analysis import choose_alphas, measure, pilot_scores
+from launch.sweep.cell_run import Signals
 from launch.sweep.cells import Cell, expand
 from launch.sweep.divergence import divergence_step, nonfinite_step
 from launch.sweep.measures import best_rate, first_reach, pilot_score, range_around, sensitivity, usable_rates
 from launch.sweep.results import Run
 from launch.sweep.spec import Divergence, Sweep, flatten
+from launch.sweep.timing import read_timing, time_arms
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 loss_values = st.one_of(st.floats(2.0, 9.0), st.just(math.inf))
@@ -175,6 +178,16 @@ def test_measures_of_a_grid_worked_by_hand() -> None:
     assert (quack.pace.low, quack.pace.high) == (pytest.approx(0.1), pytest.approx(0.25))
     assert quack.reach.seconds == {0: pytest.approx(0.5 * 1.2), 1: pytest.approx(1.2)}
     assert quack.reach.spacing == pytest.approx(100 / 300)  # of seed 1
+
+
+def test_each_round_of_the_timing_begins_with_another_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = make_sweep(dir=str(tmp_path), timing={"rounds": 3})
+    sweep.folder.mkdir()
+    runs, timed = made_up_runs(), []
+    monkeypatch.setattr("launch.sweep.timing._time_stretch", lambda *args: timed.append(args[2].arm) or len(timed))
+    assert time_arms(sweep, measure(sweep, runs, {}), [run.cell for run in runs], Signals(), lambda text: None)
+    assert timed == ["none", "quack", "quack", "none", "none", "quack"]
+    assert read_timing(sweep) == {"g": [{"none": 1, "quack": 2}, {"quack": 3, "none": 4}, {"none": 5, "quack": 6}]}
 
 
 def test_cells_without_an_end_are_left_out_and_counted() -> None:
