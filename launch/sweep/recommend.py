@@ -82,14 +82,18 @@ def _alpha_margin(grid: GridMeasures, arm: ArmMeasures) -> list[str]:
     scores = grid.pilot.get(arm.arm, {})
     if len(scores) < 2 or arm.alpha is None:
         return []
+    mine = scores[arm.alpha]
     others = ", ".join(
-        f"{alpha:g}: {score.lowest - scores[arm.alpha].lowest:+.3f}"
+        f"{alpha:g}: {score.lowest - mine.lowest:+.3f} and {score.mean - mine.mean:+.3f}"
         for alpha, score in scores.items()
         if alpha != arm.alpha
     )
     edge = arm.alpha in (min(scores), max(scores))
     end = " It is at the end of the alphas tried, so one beyond may be better." if edge else ""
-    return [f"Alpha, by the pilot with one seed, lowest loss over its rates against the chosen one's: {others}.{end}"]
+    return [
+        "Alpha, by the pilot with one seed, lowest and mean loss over its rates against the chosen one's: "
+        f"{others}.{end}"
+    ]
 
 
 def _beside_others(grid: GridMeasures, chosen: ArmMeasures) -> list[str]:

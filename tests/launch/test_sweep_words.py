@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from launch.sweep.analysis import measure
 from launch.sweep.cells import Cell
 from launch.sweep.figures import draw_losses
-from launch.sweep.measures import GridMeasures
+from launch.sweep.measures import GridMeasures, PilotScore
 from launch.sweep.recommend import recommend
 from launch.sweep.report import write_report
 from launch.sweep.results import Run
@@ -212,6 +212,14 @@ def test_the_advice_names_rate_alpha_and_margin(tmp_path: Path, tiny_config: Pat
     assert "Beside none at its best, 5.010 at 0.001, its loss is 0.200 lower than none's, and the ranges" in text
     advice = yaml.safe_load(text.partition("\n\n")[2])
     assert advice == {"optim": {"lr": 0.01}, "qk_control": {"policy": "quack", "alpha": 0.1}}
+
+
+def test_the_advice_compares_alphas_by_what_the_pilot_chose_by(tmp_path: Path, tiny_config: Path) -> None:
+    sweep, grid = measured(tmp_path, tiny_config, WIN)
+    scores = {0.1: PilotScore(4.82, 4.9), 0.3: PilotScore(4.8, 5.2)}
+    arms = {**grid.arms, "quack": replace(grid.arms["quack"], alpha=0.1)}
+    text = recommend(sweep, replace(grid, arms=arms, pilot={"quack": scores}))
+    assert "lowest and mean loss over its rates against the chosen one's: 0.3: -0.020 and +0.300. It is at" in text
 
 
 def test_the_advice_says_what_is_better_and_where_the_edge_is(tmp_path: Path, tiny_config: Path) -> None:
