@@ -14,10 +14,10 @@ from configs.errors import ConfigError
 from configs.load import load_config
 from configs.schema import Config
 from data.errors import DataError
+from launch.distributed.topology import Topology, detect_topology
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, RunError, SharedError
-from launch.lifeline import RankOutcome, announce_rank, find_guardians, rank_text, report_outcome
-from launch.stop import StopRequest
-from launch.topology import Topology, detect_topology
+from launch.process.lifeline import RankOutcome, announce_rank, find_guardians, rank_text, report_outcome
+from launch.process.stop import StopRequest
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.overrides)
         if options.dry_run:
-            from launch.plan import print_plan
+            from launch.planning.plan import print_plan
 
             print_plan(config, options.gpu_memory)
             return EXIT_DONE
         if options.plan:
-            from launch.plan import print_fit
+            from launch.planning.plan import print_fit
 
             print_fit(config, options.gpus, options.gpu_memory)
             return EXIT_DONE
@@ -73,9 +73,9 @@ def train(config: Config, topology: Topology) -> NoReturn:
     stop = StopRequest(config.train.max_seconds, find_guardians(os.environ))
     stop.listen()
     announce_rank(os.environ)
-    from launch.failures import explain
-    from launch.logs import record_failure, start_screen_log
-    from launch.process_group import leave, start_distributed
+    from launch.distributed.failures import explain
+    from launch.distributed.process_group import leave, start_distributed
+    from launch.process.logs import record_failure, start_screen_log
 
     start_screen_log(topology.is_main)
     try:
@@ -96,14 +96,14 @@ def train(config: Config, topology: Topology) -> NoReturn:
 
 def run(config: Config, topology: Topology, device: torch.device, stop: StopRequest | None = None) -> int:
     """One run, from its data to its exit code."""
-    from launch.collective import on_all_ranks, on_main_rank
-    from launch.engine import Engine, build_model
-    from launch.logs import start_file_log
-    from launch.run_folder import FolderLock, RunFolder, check_folder, released_at_end
-    from launch.start import Rollback, announce, choose_start, is_finished, load_start, roll_back
-    from launch.trainer import Trainer
-    from launch.training_data import batch_geometry, open_data, probe_batch
-    from launch.watchdog import Watchdog, stacks_file
+    from launch.distributed.collective import on_all_ranks, on_main_rank
+    from launch.engine.engine import Engine, build_model
+    from launch.process.logs import start_file_log
+    from launch.process.watchdog import Watchdog, stacks_file
+    from launch.run_folder.folder import FolderLock, RunFolder, check_folder, released_at_end
+    from launch.training.data import batch_geometry, open_data, probe_batch
+    from launch.training.start import Rollback, announce, choose_start, is_finished, load_start, roll_back
+    from launch.training.trainer import Trainer
 
     data, config = on_all_ranks(lambda: open_data(config))
     folder = RunFolder.of(config)

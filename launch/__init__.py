@@ -1,1 +1,5 @@
-"""Everything about running: topology, engine, schedule, checkpoints, metrics, and the command-line tools."""
+"""Everything about running: topology, the engine, checkpoints, schedule, metrics, command-line tools."""
+
+from pathlib import Path
+
+PROJECT_ROOT = Path(__file__).parents[1]

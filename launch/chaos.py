@@ -26,10 +26,10 @@ import psutil
 from configs.errors import ConfigError
 from configs.load import load_config
 from configs.schema import Config
-from launch.attempt import LAUNCHERS, POLL_SECONDS, Attempt, Launch
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, RunError
-from launch.observe import Progress, done_step, is_saving, newest_checkpoint, read_records
 from launch.run import add_run_arguments, choose_num_ranks, positive_integer
+from launch.run_folder.observe import Progress, done_step, is_saving, newest_checkpoint, read_records
+from launch.supervisor.attempt import LAUNCHERS, POLL_SECONDS, Attempt, Launch
 
 TOLERANCE = 1e-5  # relative, between different numbers of ranks in fp32
 LOOK_SECONDS = 0.001
@@ -189,7 +189,7 @@ class KilledRun:
 
     def _check_checkpoints(self) -> None:
         """Every committed checkpoint must be good."""
-        from launch.checkpoint_files import find_faults, list_checkpoints  # imports torch
+        from launch.checkpoint.files import find_faults, list_checkpoints  # imports torch
 
         for _, path in list_checkpoints(self.folder / "checkpoints"):
             self.faults += find_faults(path)

@@ -22,7 +22,7 @@ from launch.hf.folder import new_folder, run_command
 if TYPE_CHECKING:
     import torch
 
-    from launch.diagnose_sources import AttentionSource, ModelShape
+    from launch.diagnosis.sources import AttentionSource, ModelShape
 
 LENGTHS = (32, 64, 128, 256, 512, 1024)
 SET_SIZES = (1, 5, 10, 20, 100)
@@ -80,8 +80,8 @@ def diagnose(options: argparse.Namespace) -> None:
     Raises:
         RunError, ValueError, OSError: a fault in the model, the text or an option.
     """
-    from launch.diagnose_report import write_report
-    from launch.diagnose_sources import open_source
+    from launch.diagnosis.report import write_report
+    from launch.diagnosis.sources import open_source
 
     if not 0 <= options.seed < 2**63:
         raise RunError(f"--seed: {options.seed} is not between 0 and 2^63 - 1")

@@ -174,7 +174,7 @@ def _write_checkpoint(
     from configs.load import to_yaml
     from data.command_line import Progress
     from data.files import write_file
-    from launch.checkpoint_files import (
+    from launch.checkpoint.files import (
         CONFIG,
         MANIFEST,
         MASTER,
@@ -184,7 +184,7 @@ def _write_checkpoint(
         rank_file,
         write_state,
     )
-    from launch.safetensors_stream import StreamedTensor, write_safetensors
+    from launch.checkpoint.safetensors_stream import StreamedTensor, write_safetensors
 
     num_values = {name: math.prod(shape) for name, shape in shapes.items()}
     ranges = {name: (0, count) for name, count in num_values.items()}

@@ -18,12 +18,12 @@ from typing import Any
 
 import psutil
 
-from launch.attempt import POLL_SECONDS, Attempt, Launch, Report
+from launch.distributed.topology import free_port
 from launch.errors import EXIT_FAILURE, RunError
-from launch.node_link import BEAT_SECONDS, Link, Message
-from launch.requests import Requests
-from launch.stop import LOST_SECONDS
-from launch.topology import free_port
+from launch.process.stop import LOST_SECONDS
+from launch.supervisor.attempt import POLL_SECONDS, Attempt, Launch, Report
+from launch.supervisor.node_link import BEAT_SECONDS, Link, Message
+from launch.supervisor.requests import Requests
 
 
 class Agent:

@@ -18,16 +18,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from launch.distributed.topology import Topology, detect_topology
 from launch.errors import EXIT_DONE, EXIT_FAILURE, RunError
-from launch.lifeline import RankOutcome, report_outcome
+from launch.preflight_checks.shared_folder import SharedFolder
+from launch.process.lifeline import RankOutcome, report_outcome
 from launch.run import add_run_arguments, positive_integer
-from launch.shared_folder import SharedFolder
-from launch.topology import Topology, detect_topology
 
 if TYPE_CHECKING:
     from torch import distributed as dist
 
-    from launch.node_facts import RankFacts
+    from launch.preflight_checks.facts import RankFacts
 
 TIMEOUT_SECONDS = 60
 ALL_REDUCE_SECONDS = 30.0
@@ -71,9 +71,9 @@ def check(topology: Topology, config_path: str, overrides: Sequence[str], timeou
     Raises:
         RunError: the ranks do not find each other.
     """
-    from launch.meeting import Meeting
-    from launch.node_checks import can_communicate, find_problems, find_reported_problems
-    from launch.node_facts import RankFacts, collect_facts
+    from launch.preflight_checks.checks import can_communicate, find_problems, find_reported_problems
+    from launch.preflight_checks.facts import RankFacts, collect_facts
+    from launch.preflight_checks.rendezvous import Meeting
 
     begin = time.monotonic()
     meeting = Meeting(topology, timeout_seconds)
@@ -137,7 +137,7 @@ def time_all_reduce(topology: Topology, store: dist.Store, on_gpu: bool) -> dict
 
 def describe(facts: Sequence[RankFacts], reports: Sequence[dict[str, Any]]) -> list[str]:
     """What was found, where nothing is wrong."""
-    from launch.node_checks import first_of_each_node
+    from launch.preflight_checks.checks import first_of_each_node
 
     nodes = first_of_each_node(facts)
     lines = [
@@ -169,7 +169,7 @@ def _reduce(topology: Topology, store: dist.Store, backend: str) -> dict[str, An
     import torch
     from torch import distributed as dist
 
-    from launch.process_group import local_device
+    from launch.distributed.process_group import local_device
 
     device = torch.device("cpu")
     if backend == "nccl":

@@ -35,7 +35,7 @@ else
     cores="$(nproc)"
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(((cores + ranks - 1) / ranks))}"
 fi
-port="$(python -c 'from launch.topology import free_port; print(free_port())')"
+port="$(python -c 'from launch.distributed.topology import free_port; print(free_port())')"
 folder="$(python -c 'import sys
 from configs.load import load_config
 run = load_config("configs/quickstart.yaml", sys.argv[1:]).run

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from configs.errors import ConfigError
 from configs.load import load_config
 from configs.schema import Config
-from launch.attempt import LAUNCHERS, SPAWN, Launch, count_gpus
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, RunError
 from launch.node_agent import Agent
-from launch.node_link import BEAT_SECONDS
-from launch.node_options import NodeChoice, add_node_arguments, choose_nodes
-from launch.node_transport import SocketTransport, SshTransport, connect, handed_over
-from launch.nodes import Nodes
-from launch.requests import Requests, say, write_line
-from launch.supervise import Crew, ThisNode, preflight, supervise
+from launch.supervisor.attempt import LAUNCHERS, SPAWN, Launch, count_gpus
+from launch.supervisor.node_link import BEAT_SECONDS
+from launch.supervisor.node_options import NodeChoice, add_node_arguments, choose_nodes
+from launch.supervisor.node_transport import SocketTransport, SshTransport, connect, handed_over
+from launch.supervisor.nodes import Nodes
+from launch.supervisor.requests import Requests, say, write_line
+from launch.supervisor.supervise import Crew, ThisNode, preflight, supervise
 
 ANSWER_SECONDS = 60.0  # until all nodes have come
 

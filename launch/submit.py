@@ -20,11 +20,11 @@ from pathlib import Path
 from configs.errors import ConfigError
 from configs.load import load_config
 from configs.schema import Config
+from launch import PROJECT_ROOT
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE
 from launch.run import add_run_arguments
 
 STOP_SECONDS = 300
-_PROJECT = Path(__file__).parents[1]
 _TEMPLATE = Path(__file__).parent / "templates" / "slurm.sh"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 # SLURM's: minutes, minutes:seconds, hours:minutes:seconds, and the same three after days- with hours first.
@@ -190,7 +190,7 @@ def render(job: Job, config: Config, arguments: Sequence[str], folder: Path) -> 
         "stop_seconds": job.stop_seconds,
         "output": shlex.quote(f"{run}-slurm-".replace("%", "%%") + "%j.out"),
         "directives": "".join(f"#SBATCH {shlex.quote(f'--{option}')}\n" for option in job.directives),
-        "project": shlex.quote(str(_PROJECT)),
+        "project": shlex.quote(str(PROJECT_ROOT)),
         "folder": shlex.quote(str(folder)),
         "run": shlex.quote(str(run)),
         "arguments": shlex.join(arguments),

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from data.indexed import IndexedShardWriter, token_dtype
-from launch.topology import free_port
+from launch.distributed.topology import free_port
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 96

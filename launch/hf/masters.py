@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import Config
-from launch.checkpoint_files import (
+from launch.checkpoint.files import (
     MASTER,
     CheckpointReader,
     TrainingState,

@@ -11,10 +11,10 @@ from typing import Any
 from configs.schema import Config, ModelConfig
 from data.errors import DataError
 from data.source import TokenSource
-from launch.checkpoint_files import TrainingState
+from launch.checkpoint.files import TrainingState
 from launch.hf.architecture import OWN, choose_architecture
 from launch.hf.layouts import Shapes
-from launch.training_data import fingerprint, list_sources, sequence_length
+from launch.training.data import fingerprint, list_sources, sequence_length
 
 PICTURE = "loss.png"
 _CURVE_KEYS = {"step", "loss", "val_loss"}

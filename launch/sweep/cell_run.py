@@ -9,8 +9,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from launch.attempt import Attempt, Launch
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
+from launch.supervisor.attempt import Attempt, Launch
 from launch.sweep.cells import Cell, cell_overrides
 from launch.sweep.divergence import LossTail, divergence_step, nonfinite_step
 from launch.sweep.lock import cell_locked

@@ -8,7 +8,7 @@ from typing import Literal
 
 from configs.load import load_config
 from data.files import write_file
-from launch.observe import done_step
+from launch.run_folder.observe import done_step
 from launch.sweep.cells import Cell, cell_config
 from launch.sweep.spec import Sweep
 

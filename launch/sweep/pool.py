@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from configs.errors import ConfigError
-from launch.attempt import count_gpus, visible_devices
 from launch.errors import EXIT_DONE, EXIT_STOPPED
-from launch.observe import Progress
+from launch.run_folder.observe import Progress
+from launch.supervisor.attempt import count_gpus, visible_devices
 from launch.sweep.cell_run import Signals
 from launch.sweep.cells import Cell
 from launch.sweep.outcome import cell_folder, failure, last_step, log_file, mark_failed, state_of

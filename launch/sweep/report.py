@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.files import write_file
-from launch.markup import Block, as_html, markdown
+from launch.reporting.document import Block, as_html, markdown
 from launch.sweep.measures import ArmMeasures, GridMeasures, PilotScore, Reach, mean
 from launch.sweep.outcome import cell_folder, failure
 from launch.sweep.recommend import recommend

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.load import load_config
-from launch.observe import read_records
+from launch.run_folder.observe import read_records
 from launch.sweep.cells import Cell
 from launch.sweep.divergence import loss_of
 from launch.sweep.outcome import State, cell_folder, diverged_step, state_of

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from data.files import write_file
-from launch.attempt import Attempt
 from launch.errors import EXIT_DONE, RunError
-from launch.observe import read_records
+from launch.run_folder.observe import read_records
+from launch.supervisor.attempt import Attempt
 from launch.sweep.cell_run import Signals, launch_of
 from launch.sweep.cells import Cell, as_arguments, cell_overrides
 from launch.sweep.measures import GridMeasures, mean

@@ -5,10 +5,10 @@ The controller measures it, and moves each layer's alpha so that the drift stays
 
     alpha_l <- clip(alpha_l (target / drift_l)^exponent, min_alpha, 1)
 
-The drift is the change of the logits that the query/key weights cause for *fixed* attention inputs (`launch.probe`
-measures it), a step at the peak rate: each step counts as much as its rate is of the peak, so that the controller does
-not undo the schedule's decay. Without a target, the median over all layers of the first ten
-measurements after the warm-up becomes the target; alpha stays where it starts until then.
+The drift is the change of the logits that the query/key weights cause for *fixed* attention inputs
+(`launch.attention_control.probe` measures it), a step at the peak rate: each step counts as much as its rate is of the
+peak, so that the controller does not undo the schedule's decay. Without a target, the median over all layers of the
+first ten measurements after the warm-up becomes the target; alpha stays where it starts until then.
 """
 
 from __future__ import annotations

@@ -29,13 +29,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.schema import Config
 from data.files import hash_file
-from launch.checkpoint import restore, save_checkpoint
-from launch.checkpoint_files import find_checkpoint, find_faults, read_state
-from launch.engine import Engine, build_model
-from launch.observe import read_records
-from launch.process_group import start_distributed
-from launch.topology import detect_topology
-from launch.training_data import batch_geometry, open_data
+from launch.checkpoint.files import find_checkpoint, find_faults, read_state
+from launch.checkpoint.save import restore, save_checkpoint
+from launch.distributed.process_group import start_distributed
+from launch.distributed.topology import detect_topology
+from launch.engine.engine import Engine, build_model
+from launch.run_folder.observe import read_records
+from launch.training.data import batch_geometry, open_data
 from tests.benchmarks.common import add_shape_arguments, print_table
 from tests.benchmarks.engine import CONFIG_FILE, alternate, write_config
 

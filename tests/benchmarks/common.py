@@ -15,11 +15,11 @@ from torch import Tensor
 from configs.schema import Config, ModelConfig, resolve_model
 from data.indexed import IndexedShardWriter, token_dtype
 from data.loader import StepBatch
-from launch.engine import Engine, build_model
-from launch.optimizer import build_optimizer, group_rates
-from launch.step_report import PendingReport, StepReport
-from launch.topology import Topology
-from launch.training_data import TrainingData, batch_geometry, probe_batch, training_batches
+from launch.distributed.topology import Topology
+from launch.engine.engine import Engine, build_model
+from launch.engine.step_report import PendingReport, StepReport
+from launch.optim.optimizer import build_optimizer, group_rates
+from launch.training.data import TrainingData, batch_geometry, probe_batch, training_batches
 from model.gpt import GPT
 from model.initialisation import initialise
 from model.parameters import collect_specs

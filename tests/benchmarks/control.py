@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
 from configs.schema import MonitorConfig
-from launch.process_group import start_distributed
-from launch.topology import detect_topology
-from launch.training_data import open_data
+from launch.distributed.process_group import start_distributed
+from launch.distributed.topology import detect_topology
+from launch.training.data import open_data
 from tests.benchmarks.common import EngineLoop, add_shape_arguments, print_table
 from tests.benchmarks.engine import CONFIG_FILE, alternate, write_config
 

@@ -32,9 +32,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from configs.load import load_config
 from configs.schema import Config
 from data.loader import StepBatch
-from launch.process_group import start_distributed
-from launch.topology import detect_topology
-from launch.training_data import batch_geometry, open_data, training_batches
+from launch.distributed.process_group import start_distributed
+from launch.distributed.topology import detect_topology
+from launch.training.data import batch_geometry, open_data, training_batches
 from tests.benchmarks.common import (
     BareLoop,
     EngineLoop,

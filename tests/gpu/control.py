@@ -27,9 +27,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
-from launch.process_group import start_distributed
-from launch.topology import detect_topology
-from launch.training_data import open_data
+from launch.distributed.process_group import start_distributed
+from launch.distributed.topology import detect_topology
+from launch.training.data import open_data
 from model.attention.causal import causal_attention
 from model.attention.documents import Documents
 from model.attention.softcap import chunked_softcap_attention

@@ -36,11 +36,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
 from configs.schema import Config
-from launch.hardware import device_peak_flops
-from launch.plan import ASSUMED_VOCAB_SIZE
-from launch.process_group import start_distributed
-from launch.topology import detect_topology
-from launch.training_data import batch_geometry, open_data, sequence_length, training_batches
+from launch.distributed.process_group import start_distributed
+from launch.distributed.topology import detect_topology
+from launch.metrics.hardware import device_peak_flops
+from launch.planning.plan import ASSUMED_VOCAB_SIZE
+from launch.training.data import batch_geometry, open_data, sequence_length, training_batches
 from model.attention.mha import causal_attention
 from model.flops import flops_per_token
 from tests.benchmarks.common import BareLoop, EngineLoop, seconds, write_shard

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from configs.load import to_yaml
 from configs.schema import Config, ModelConfig, resolve, resolve_model
-from launch.checkpoint_files import CONFIG, MANIFEST, STATE, TrainingState, file_entry, rank_file, write_state
+from launch.checkpoint.files import CONFIG, MANIFEST, STATE, TrainingState, file_entry, rank_file, write_state
 from model.gpt import GPT
 from model.initialisation import initialise
 from tests.conftest import finish, launcher_command, python, start

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from configs.load import load_config
 from configs.schema import Config
 from data.loader import MicroBatch, StepBatch
-from launch.deepspeed_config import accumulation_steps
-from launch.engine import Engine, build_model
-from launch.optimizer import group_rates
-from launch.process_group import leave, start_distributed
-from launch.topology import Topology, detect_topology
+from launch.distributed.process_group import leave, start_distributed
+from launch.distributed.topology import Topology, detect_topology
+from launch.engine.deepspeed_config import accumulation_steps
+from launch.engine.engine import Engine, build_model
+from launch.optim.optimizer import group_rates
 
 NUM_STEPS = 3
 TINY = ["dim=64", "num_layers=1", "num_heads=2", "head_dim=32", "ffn_dim=64", "vocab_size=64"]

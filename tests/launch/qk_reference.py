@@ -14,7 +14,7 @@ from configs.schema import Config
 from data.loader import BatchGeometry, MicroBatch, StepLoader, validation_batches
 from data.order import SampleOrder
 from data.source import TokenSource
-from launch.schedule import learning_rate
+from launch.optim.schedule import learning_rate
 from model.attention.rotary import rotary_table
 from model.gpt import GPT
 from model.initialisation import initialise

@@ -16,8 +16,8 @@ import yaml
 
 from data.indexed import IndexedShardWriter, token_dtype
 from data.order import SampleOrder
-from launch.checkpoint_files import find_faults
-from launch.topology import free_port
+from launch.checkpoint.files import find_faults
+from launch.distributed.topology import free_port
 from tests.conftest import ROOT, Finished, finish, launcher_command, python, read_metrics, start, write_shard
 from tests.launch.supervised import wait_until
 
@@ -206,7 +206,7 @@ def test_shards_of_another_tokenizer_than_the_checkpoints(run_copy: tuple[Path, 
     state["tokenizer_sha256"] = "0" * 64
     (checkpoint / "state.json").write_text(json.dumps(state, indent=1))
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    from launch.checkpoint_files import file_entry
+    from launch.checkpoint.files import file_entry
 
     manifest["files"]["state.json"] = file_entry(checkpoint / "state.json")
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
@@ -441,7 +441,7 @@ def test_a_bad_token_on_one_rank_leaves_no_traceback_on_the_other(tiny_config: P
 
 def test_a_fault_of_the_programs_own_leaves_its_stack_in_the_log(tiny_config: Path, tmp_path: Path) -> None:
     script = (
-        "import runpy, sys; import launch.trainer; launch.trainer.group_rates = lambda *arguments: 1 / 0; "
+        "import runpy, sys; from launch.training import trainer; trainer.group_rates = lambda *arguments: 1 / 0; "
         "sys.argv = ['train.py', *sys.argv[1:]]; runpy.run_path('train.py', run_name='__main__')"
     )
     finished = python("-c", script, tiny_config)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs.load import load_config
-from launch.deepspeed_config import deepspeed_config, merge
+from launch.engine.deepspeed_config import deepspeed_config, merge
 
 
 def generate(tiny_config: Path, *overrides: str) -> dict[str, object]:

@@ -32,8 +32,8 @@ from transformers import (
 )
 
 from launch.diagnose import choose_lengths, cut_windows, fine_sizes, main
-from launch.diagnose_report import compare
-from launch.diagnose_sources import CheckpointSource, ModelShape, TransformersSource
+from launch.diagnosis.report import compare
+from launch.diagnosis.sources import CheckpointSource, ModelShape, TransformersSource
 from launch.errors import RunError
 from model.diagnostics.critical import MIN_HEADS, critical_size, told_apart
 from tests.conftest import python

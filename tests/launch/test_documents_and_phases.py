@@ -18,8 +18,8 @@ from configs.schema import Config
 from data.indexed import IndexedShardWriter, token_dtype
 from data.order import SampleOrder
 from launch.hf.model_card import _data
-from launch.schedule import learning_rate
-from launch.training_data import describe_data, list_sources, open_data
+from launch.optim.schedule import learning_rate
+from launch.training.data import describe_data, list_sources, open_data
 from model.gpt import GPT
 from model.initialisation import initialise
 from tests.conftest import VOCAB_SIZE, read_metrics

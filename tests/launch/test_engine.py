@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from launch.distributed.process_group import local_device
+from launch.distributed.topology import Topology
+from launch.engine.step_report import PendingReport
+from launch.engine.timing import Stopwatch
 from launch.errors import RunError
-from launch.process_group import local_device
-from launch.step_report import PendingReport
-from launch.timing import Stopwatch
-from launch.topology import Topology
 
 
 def row(

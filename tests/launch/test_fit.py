@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from configs.load import load_config
-from launch.fit import USABLE, fewest_lines, propose, smallest_num_ranks, with_settings
-from launch.memory import model_sizes, plan_memory
+from launch.planning.fit import USABLE, fewest_lines, propose, smallest_num_ranks, with_settings
+from launch.planning.memory import model_sizes, plan_memory
 from tests.conftest import ROOT
 from train import main
 

@@ -13,9 +13,9 @@ import torch
 
 from configs.load import load_config
 from configs.schema import Config
-from launch.activations import activation_bytes, loss_bytes, working_bytes
-from launch.fit import STAGES
-from launch.memory import GroupSize, MemoryPlan, ModelSizes, model_sizes, plan_memory
+from launch.planning.activations import activation_bytes, loss_bytes, working_bytes
+from launch.planning.fit import STAGES
+from launch.planning.memory import GroupSize, MemoryPlan, ModelSizes, model_sizes, plan_memory
 from model.cross_entropy import MAX_CHUNK_BYTES
 from model.gpt import GPT
 from model.initialisation import initialise
@@ -258,7 +258,7 @@ def test_a_parameter_larger_than_a_bucket_is_reduced_on_its_own() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_muon_needs_one_moment_less_and_copies_for_the_step(stage: int) -> None:
-    """`launch.muon`: up to three fp32 copies of the matrices that a call sees, shared by the ranks but at stage 0."""
+    """Muon: up to three fp32 copies of the matrices that a call sees, shared by the ranks but at stage 0."""
     adamw = ModelSizes((GroupSize(80_000_000), GroupSize(20_000_000)), largest=1_000_000)
     muon = ModelSizes((GroupSize(80_000_000, True), GroupSize(20_000_000)), largest=1_000_000, muon_working=10_000_000)
     settings = [*BF16, *ACCUMULATION_1]

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from configs.load import load_config
-from launch.memory import model_sizes, plan_memory
+from launch.planning.memory import model_sizes, plan_memory
 from tests.conftest import ROOT, finish, launcher_command, start
 from tests.launch.memory_worker import memory_environment
 

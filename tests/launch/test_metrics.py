@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.hardware import peak_flops
-from launch.metrics import STRAGGLER_STEPS, StragglerWatch, drop_records_after, slowest_rank, step_record
-from launch.step_report import StepReport
+from launch.engine.step_report import StepReport
+from launch.metrics.hardware import peak_flops
+from launch.metrics.recorder import STRAGGLER_STEPS, StragglerWatch, drop_records_after, slowest_rank, step_record
 
 
 def report(**changes: object) -> StepReport:

@@ -21,10 +21,10 @@ from configs.load import load_config
 from configs.schema import MonitorConfig
 from data.order import SampleOrder
 from data.source import TokenSource
-from launch.attention_record import HEAT_MAPS
-from launch.attention_watch import AttentionWatch
-from launch.checkpoint_files import CheckpointReader
-from launch.monitor import AttentionReport
+from launch.attention_control.monitor import AttentionReport
+from launch.checkpoint.files import CheckpointReader
+from launch.metrics.attention_record import HEAT_MAPS
+from launch.metrics.attention_warnings import AttentionWatch
 from model.gpt import GPT
 from tests.conftest import read_metrics
 from tests.launch.qk_reference import attention_inputs, causal_logits

@@ -28,8 +28,8 @@ from configs.schema import Config
 from data.loader import BatchGeometry, StepLoader
 from data.order import SampleOrder
 from data.source import TokenSource
-from launch.checkpoint_files import CheckpointReader
-from launch.muon import (
+from launch.checkpoint.files import CheckpointReader
+from launch.optim.muon import (
     Block,
     Fragment,
     MuonWithAdamW,
@@ -39,8 +39,8 @@ from launch.muon import (
     orthogonalise_blocks,
     split_into_blocks,
 )
-from launch.optimizer import group_rates
-from launch.schedule import learning_rate
+from launch.optim.optimizer import group_rates
+from launch.optim.schedule import learning_rate
 from model.gpt import GPT
 from model.initialisation import initialise
 from model.stability.groups import GroupName
@@ -372,7 +372,7 @@ def test_a_batch_larger_than_the_limit_gives_the_same(monkeypatch: pytest.Monkey
     whole = torch.randn(240, generator=torch.Generator().manual_seed(0))
     parts = whole.clone()
     orthogonalise_blocks(whole, blocks, steps=5, dtype=torch.float32)
-    monkeypatch.setattr("launch.muon.MAX_BATCH_NUMEL", 80)
+    monkeypatch.setattr("launch.optim.muon.MAX_BATCH_NUMEL", 80)
     orthogonalise_blocks(parts, blocks, steps=5, dtype=torch.float32)
     torch.testing.assert_close(parts, whole)
 

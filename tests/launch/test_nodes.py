@@ -21,19 +21,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.errors import ConfigError
-from launch.attempt import POLL_SECONDS, SPAWN, Launch, Place, Report
+from launch.distributed.topology import detect_topology
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, RunError
-from launch.hostfile import Host, parse_hostfile, read_hostfile
-from launch.lifeline import RankOutcome
 from launch.node_agent import Agent
-from launch.node_link import LineReader, Link, encode
-from launch.node_options import NodeChoice, choose_nodes, first_of_nodelist
-from launch.node_transport import Line, handed_over, parse_environment, socket_link, ssh_command
-from launch.nodes import Nodes, is_failure
-from launch.requests import Requests
+from launch.process.lifeline import RankOutcome
 from launch.run import parse_arguments
-from launch.spawn import rank_environment
-from launch.topology import detect_topology
+from launch.supervisor.attempt import POLL_SECONDS, SPAWN, Launch, Place, Report
+from launch.supervisor.hostfile import Host, parse_hostfile, read_hostfile
+from launch.supervisor.node_link import LineReader, Link, encode
+from launch.supervisor.node_options import NodeChoice, choose_nodes, first_of_nodelist
+from launch.supervisor.node_transport import Line, handed_over, parse_environment, socket_link, ssh_command
+from launch.supervisor.nodes import Nodes, is_failure
+from launch.supervisor.requests import Requests
+from launch.supervisor.spawn import rank_environment
 from tests.conftest import ROOT, python
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
@@ -237,7 +237,7 @@ def test_ranks_of_the_preflight_know_their_place() -> None:
     assert (topology.rank, topology.world_size, topology.local_rank, topology.local_world_size) == (3, 6, 1, 2)
     assert topology.node == 1
     code = "import os, sys; sys.exit(7 * int(os.environ['RANK']))"
-    assert python("-m", "launch.spawn", "2", "0", "1", "127.0.0.1", "1", "-c", code).code == 7
+    assert python("-m", "launch.supervisor.spawn", "2", "0", "1", "127.0.0.1", "1", "-c", code).code == 7
 
 
 def test_reports_of_all_nodes_become_one() -> None:

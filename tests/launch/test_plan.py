@@ -9,9 +9,9 @@ import pytest
 
 from configs.load import load_config
 from launch.errors import EXIT_USAGE
-from launch.fit import USABLE
-from launch.memory import model_sizes, plan_memory
-from launch.plan import ASSUMED_VOCAB_SIZE, print_plan
+from launch.planning.fit import USABLE
+from launch.planning.memory import model_sizes, plan_memory
+from launch.planning.plan import ASSUMED_VOCAB_SIZE, print_plan
 from tests.conftest import ROOT, python
 from train import main, parse_arguments
 

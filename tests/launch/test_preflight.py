@@ -16,11 +16,11 @@ import yaml
 
 from configs.load import load_config
 from data.source import TokenSource
+from launch.distributed.topology import free_port
 from launch.errors import RunError
-from launch.memory import model_sizes, plan_memory
-from launch.node_checks import can_communicate, find_problems, find_reported_problems
-from launch.node_facts import Need, RankFacts, describe_source
-from launch.topology import free_port
+from launch.planning.memory import model_sizes, plan_memory
+from launch.preflight_checks.checks import can_communicate, find_problems, find_reported_problems
+from launch.preflight_checks.facts import Need, RankFacts, describe_source
 from tests.conftest import ROOT, Finished, environment, finish, launcher_command, python, start, write_shard
 from tests.data.test_source import write_manifest
 
@@ -121,7 +121,7 @@ def test_one_node_differs_in_everything(nodes: list[Node], config: dict[str, Any
     for name in ("launch", "runs"):
         (odd.folder / name).unlink()
     shutil.copytree(ROOT / "launch", odd.folder / "launch", ignore=shutil.ignore_patterns("__pycache__"))
-    with (odd.folder / "launch/plan.py").open("a") as stream:
+    with (odd.folder / "launch/planning/plan.py").open("a") as stream:
         stream.write("# local change\n")
     (odd.folder / "launch/mine.py").touch()
     odd.fake_version("numpy", "9.9.9")
@@ -142,8 +142,8 @@ def test_one_node_differs_in_everything(nodes: list[Node], config: dict[str, Any
     assert versions[0].startswith(there + f"other versions than node 0 ({HOST}): numpy 9.9.9 instead of ")
     assert versions[0].endswith("; install the same ones (bash launch/setup.sh)")
     assert [line for line in first.errors.splitlines() if line not in versions] == [
-        there
-        + f"other source code than node 0 ({HOST}): launch/mine.py, launch/plan.py; bring it to the same revision",
+        there + f"other source code than node 0 ({HOST}): launch/mine.py, launch/planning/plan.py; bring it to the "
+        "same revision",
         there + f"other configuration than node 0 ({HOST}): optim.lr is 0.1 instead of 0.005; use the same file and "
         "arguments",
         there + f"other data than node 0 ({HOST}): data.sources.0 (by manifest, or sizes and samples of files); copy "

@@ -19,12 +19,12 @@ import torch
 
 from configs.load import load_config
 from configs.schema import Config
-from launch.checkpoint_files import CheckpointReader, read_state
+from launch.attention_control.control import Clipper, QueryKeyControl
+from launch.attention_control.head_weights import HeadWeights
+from launch.attention_control.rules import QuackRule
+from launch.checkpoint.files import CheckpointReader, read_state
+from launch.distributed.shards import Shard
 from launch.errors import RunError
-from launch.head_weights import HeadWeights
-from launch.qk_control import Clipper, QueryKeyControl
-from launch.qk_rules import QuackRule
-from launch.shards import Shard
 from model.gpt import GPT
 from model.initialisation import initialise
 from model.parameters import Kind, collect_specs
@@ -378,5 +378,5 @@ def test_given_the_same_gradients_each_head_is_exact_on_any_number_of_ranks(
 def clip_alone(clipper: Clipper) -> Any:
     """`Clipper.agree` with one rank and no process group."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("launch.qk_control.dist.all_reduce", lambda tensor, op: None)
+        patch.setattr("launch.attention_control.control.dist.all_reduce", lambda tensor, op: None)
         return clipper.agree()

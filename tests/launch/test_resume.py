@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.checkpoint_files import CheckpointReader, find_checkpoint
+from launch.checkpoint.files import CheckpointReader, find_checkpoint
 from tests.conftest import read_metrics
 
 STAGES_AND_PRECISIONS = list(itertools.product((0, 1, 2, 3), ("fp32", "bf16")))

@@ -11,10 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.attempt import Launch
-from launch.checkpoint_files import list_checkpoints
+from launch.checkpoint.files import list_checkpoints
 from launch.errors import EXIT_STOPPED
-from launch.lifeline import (
+from launch.process.lifeline import (
     RankOutcome,
     announce_rank,
     find_guardians,
@@ -23,8 +22,9 @@ from launch.lifeline import (
     read_outcomes,
     report_outcome,
 )
-from launch.observe import Progress, done_step, newest_checkpoint
-from launch.supervise import going_on
+from launch.run_folder.observe import Progress, done_step, newest_checkpoint
+from launch.supervisor.attempt import Launch
+from launch.supervisor.supervise import going_on
 from tests.conftest import finish, launcher_command, python, read_metrics, start
 from tests.launch.supervised import (
     parent_of,

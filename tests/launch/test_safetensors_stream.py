@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from data.files import hash_file
-from launch.safetensors_stream import StreamedTensor, write_safetensors
+from launch.checkpoint.safetensors_stream import StreamedTensor, write_safetensors
 
 
 @given(

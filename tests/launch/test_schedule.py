@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import OptimConfig
-from launch.schedule import learning_rate
+from launch.optim.schedule import learning_rate
 
 SCHEDULES = st.sampled_from(["constant", "cosine", "wsd"])
 

@@ -20,7 +20,7 @@ import yaml
 from data.indexed import IndexedShardWriter, token_dtype
 from data.order import SampleOrder
 from data.source import TokenSource
-from launch.checkpoint_files import MANIFEST, STATE, CheckpointReader, file_entry, read_state
+from launch.checkpoint.files import MANIFEST, STATE, CheckpointReader, file_entry, read_state
 from tests.conftest import POISON, VOCAB_SIZE, read_metrics
 
 SEQ_LEN, SAMPLES_PER_STEP, STEPS = 32, 8, 14

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import TrainConfig
-from launch.step_judge import Fault, StepJudge, spike_limit
+from launch.engine.anomalies import Fault, StepJudge, spike_limit
 
 FIGURES = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=40)
 

@@ -14,8 +14,8 @@ from configs.schema import Config
 from data.loader import BatchGeometry, StepLoader
 from data.order import SampleOrder
 from data.source import TokenSource
-from launch.checkpoint_files import CheckpointReader
-from launch.schedule import learning_rate
+from launch.checkpoint.files import CheckpointReader
+from launch.optim.schedule import learning_rate
 from model.gpt import GPT
 from model.initialisation import initialise
 from model.parameters import collect_specs

@@ -19,7 +19,7 @@ import yaml
 
 from configs.errors import ConfigError
 from configs.load import load_config
-from launch.observe import done_step
+from launch.run_folder.observe import done_step
 from launch.sweep.cells import Cell, check_cells, expand, with_alpha
 from launch.sweep.lock import cell_locked
 from launch.sweep.outcome import log_file

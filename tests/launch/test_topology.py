@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from launch.distributed.topology import Topology, detect_topology, threads_per_rank
 from launch.errors import RunError
-from launch.topology import Topology, detect_topology, threads_per_rank
 
 TORCHRUN = {
     "RANK": "3",

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.checkpoint_files import list_checkpoints
+from launch.checkpoint.files import list_checkpoints
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
-from launch.observe import Progress, done_step, newest_checkpoint
+from launch.run_folder.observe import Progress, done_step, newest_checkpoint
 from tests.conftest import ROOT, Finished, finish, python, read_metrics, start
 from tests.launch.supervised import wait_for_end, wait_for_steps, wait_until
 from tests.launch.two_hosts import TwoHosts, two_hosts, why_not
@@ -271,18 +271,18 @@ def test_what_is_wrong_before_a_run(hosts: TwoHosts, tiny_config: Path, tmp_path
     assert ": is the host host-b, as " in line and "host-b" in line and hosts.b.address in line
 
     other = hosts.folder / "schedule.py"
-    other.write_text((ROOT / "launch/schedule.py").read_text() + "# changed\n")
-    mounted = hosts.b.start(["mount", "--bind", str(other), str(ROOT / "launch/schedule.py")])
+    other.write_text((ROOT / "launch/optim/schedule.py").read_text() + "# changed\n")
+    mounted = hosts.b.start(["mount", "--bind", str(other), str(ROOT / "launch/optim/schedule.py")])
     assert finish(mounted).code == 0
     try:
         finished = ends(hosts.a.start(run_command(tiny_config, "--hostfile", hosts.hostfile(), "--check")), hosts)
     finally:
-        assert finish(hosts.b.start(["umount", str(ROOT / "launch/schedule.py")])).code == 0
+        assert finish(hosts.b.start(["umount", str(ROOT / "launch/optim/schedule.py")])).code == 0
     assert finished.code == EXIT_FAILURE
     problems = [line for line in finished.output.splitlines() if "error:" in line]
     assert problems == [
-        "host-a: error: node 1 (host-b): other source code than node 0 (host-a): launch/schedule.py; bring it to the "
-        "same revision"
+        "host-a: error: node 1 (host-b): other source code than node 0 (host-a): launch/optim/schedule.py; bring "
+        "it to the same revision"
     ]
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from configs.schema import WatchdogConfig
-from launch import watchdog
-from launch.lifeline import is_alive
-from launch.watchdog import Watchdog
+from launch.process import watchdog
+from launch.process.lifeline import is_alive
+from launch.process.watchdog import Watchdog
 from tests.conftest import finish, read_metrics, start
 from tests.launch.supervised import supervisor_command, wait_for_end, wait_for_ranks, wait_for_steps
 

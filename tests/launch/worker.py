@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from configs.load import load_config
 from data.loader import MicroBatch
-from launch import engine as engine_module
-from launch.engine import Engine
-from launch.logs import start_screen_log
-from launch.process_group import leave, start_distributed
-from launch.topology import detect_topology
+from launch.distributed.process_group import leave, start_distributed
+from launch.distributed.topology import detect_topology
+from launch.engine.engine import Engine
+from launch.engine.engine import engine as engine_module
+from launch.process.logs import start_screen_log
 from tests.conftest import POISON
 from train import run
 

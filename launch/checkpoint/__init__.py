@@ -1,0 +1,1 @@
+"""Checkpoints: their files, saving, restoring, and which one a run resumes from."""

@@ -1,0 +1,1 @@
+"""The offline analysis of attention behind launch.diagnose."""

@@ -1,0 +1,1 @@
+"""A run's folder, as the run and other processes see it; no torch."""

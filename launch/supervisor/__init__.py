@@ -1,0 +1,1 @@
+"""Supervising a run from outside: launchers, restarts, many nodes."""

@@ -1,0 +1,303 @@
+"""The training loop: steps, validation, checkpoints, and leaving together."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass
+
+from configs.schema import Config
+from data.loader import BatchGeometry
+from launch.checkpoint.files import TrainingState, list_checkpoints
+from launch.checkpoint.save import optimizer_scalars, optimizer_tensor_kinds, prune_checkpoints, save_checkpoint
+from launch.distributed.collective import on_main_rank
+from launch.engine.anomalies import Fault, StepJudge
+from launch.engine.engine import Engine
+from launch.engine.step_report import PendingReport, StepReport
+from launch.engine.timing import Interval
+from launch.errors import EXIT_DONE, EXIT_STOPPED, RunError, SharedError
+from launch.metrics.hardware import device_peak_flops
+from launch.metrics.profiler import StepProfiler
+from launch.metrics.recorder import Recorder, step_record
+from launch.optim.optimizer import group_rates
+from launch.process.stop import StopRequest
+from launch.process.watchdog import Watchdog
+from launch.run_folder.folder import RunFolder, mark_done
+from launch.training.bad_batch import locate_samples, report_samples, suspicious_samples
+from launch.training.data import TrainingData, fixed_batches, sequence_length, training_batches
+from launch.training.start import Rollback, last_step
+from model.flops import flops_per_token
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _PendingStep:
+    """A step whose report has not been read yet.
+
+    Attributes:
+        step: its number, from 1.
+        consumed_samples: of the run, with those of the step.
+    """
+
+    step: int
+    consumed_samples: int
+    rates: dict[str, float]
+    interval: Interval
+    report: PendingReport
+
+
+class _GoBack(Exception):
+    """The run cannot go on from the weights that it has; the message says why."""
+
+    def __init__(self, pending: _PendingStep, reason: str) -> None:
+        super().__init__(reason)
+        self.pending = pending
+
+
+class Trainer:
+    """Runs the steps of one process; all ranks run the same ones.
+
+    Args:
+        config: resolved, with the vocabulary size.
+        geometry: layout of a global batch.
+        state: of the checkpoint that was loaded; None at step 0.
+        stop: whether to stop early.
+        watchdog: is told of progress.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        data: TrainingData,
+        geometry: BatchGeometry,
+        engine: Engine,
+        state: TrainingState | None,
+        stop: StopRequest,
+        watchdog: Watchdog,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._data = data
+        self._geometry = geometry
+        self._engine = engine
+        self._stop = stop
+        self._watchdog = watchdog
+        self._last_step = last_step(config)
+        self._peak_flops = device_peak_flops(engine.device, config.train.precision)
+        self._flops_per_token = flops_per_token(config.model, sequence_length(config))
+        self._first_step = state.step if state else 0
+        self._consumed_samples = state.consumed_samples if state else 0
+        self._loss = state.loss if state else math.nan
+        self._val_losses = dict(state.val_losses) if state else {}
+        self._judge = StepJudge(config.train)
+        self._judge.load_state(state.step_figures if state else {})
+        self._num_skips = 0
+        self._num_failed_saves = 0
+
+    def fit(self) -> int | Rollback:
+        """Trains to the last step, or to a request to stop. Collective.
+
+        Returns:
+            The exit code, finished or stopped on request after a checkpoint; or that the run must go back.
+
+        Raises:
+            RunError: non-finite loss or gradients, or checkpoints could not be saved.
+        """
+        self._stop.begin_training()
+        device = self._engine.device
+        profiler = StepProfiler(
+            self._config.train.profile, self._folder.profile, self._engine.rank, device, self._first_step
+        )
+        recorder = Recorder(self._folder, self._config, self._first_step, self._last_step)
+        on_main_rank(recorder.open)
+        loader = training_batches(
+            self._data,
+            self._config,
+            self._geometry,
+            self._engine.rank,
+            self._consumed_samples,
+            device,
+        )
+        pending: _PendingStep | None = None
+        stopping = False
+        saved_step = self._first_step if self._first_step else None
+        try:
+            for step in range(self._first_step, self._last_step):
+                profiler.before_step(step)
+                interval = Interval(device)
+                wait_start = time.perf_counter()
+                batch = next(loader)
+                data_seconds = time.perf_counter() - wait_start
+                rates = group_rates(step, self._config, self._engine.groups)
+                judge = self._judge.judge if self._judge.may_skip else None
+                report = self._engine.train_step(step, batch, rates, data_seconds, self._stop.is_set, judge)
+                interval.stop()
+                profiler.after_step(step)
+                self._consumed_samples += self._geometry.samples_per_step
+                # Reading a report waits for its step, so each is read while the next one runs on the device.
+                if pending is not None:
+                    stopping = self._finish(pending, recorder)
+                pending = _PendingStep(step + 1, self._consumed_samples, rates, interval, report)
+                if stopping or self._is_due(step + 1):
+                    stopping = self._finish(pending, recorder) or stopping
+                    pending = None
+                    if stopping or self._checkpoint_is_due(step + 1):
+                        saved_step = self._save(step + 1, recorder, must_succeed=stopping) or saved_step
+                if stopping and step + 1 < self._last_step:
+                    log.info("stopped on request after step %d; run it again to go on", step + 1)
+                    return EXIT_STOPPED
+            self._finish_run(recorder, saved_step)
+            return EXIT_DONE
+        except _GoBack as bad:
+            return Rollback(bad.pending.step, bad.pending.consumed_samples, self._data.order.skipped, str(bad))
+        finally:
+            profiler.close()
+            loader.close()
+            recorder.close()
+
+    def _finish_run(self, recorder: Recorder, saved_step: int | None) -> None:
+        if saved_step != self._last_step:
+            self._save(self._last_step, recorder, must_succeed=True)
+        on_main_rank(lambda: mark_done(self._folder, self._last_step, self._loss))
+
+    def _is_due(self, step: int) -> bool:
+        return step == self._last_step or self._checkpoint_is_due(step) or self._validation_is_due(step)
+
+    def _checkpoint_is_due(self, step: int) -> bool:
+        return step % self._config.checkpoint.every_steps == 0 and step < self._last_step
+
+    def _validation_is_due(self, step: int) -> bool:
+        return step % self._config.validation.every_steps == 0 or step == self._last_step
+
+    def _finish(self, pending: _PendingStep, recorder: Recorder) -> bool:
+        """Reads a step's report, checks it, validates if due, and records it. Returns whether to stop."""
+        report = pending.report.read()
+        self._watchdog.step_finished(pending.step)
+        fault = self._find_fault(report)
+        if fault is not None:
+            with self._watchdog.slow_work():
+                self._respond(fault, pending, report)
+        self._num_skips = 0 if report.step_applied else self._num_skips + 1
+        record = step_record(
+            pending.step,
+            pending.consumed_samples * sequence_length(self._config),
+            report,
+            pending.rates,
+            step_seconds=pending.interval.seconds(),
+            batch_tokens=self._config.train.global_batch_tokens,
+            flops_per_second_peak=self._peak_flops,
+            flops_per_token=self._flops_per_token,
+            num_ranks=self._engine.world_size,
+        )
+        if math.isfinite(report.loss):
+            self._loss = report.loss
+        if self._validation_is_due(pending.step):
+            with self._watchdog.slow_work():
+                record.update(self._validate())
+        recorder.write(record, report)
+        return report.stop_requested
+
+    def _find_fault(self, report: StepReport) -> Fault | None:
+        if report.verdicts:
+            return report.verdicts[0]
+        if not report.step_applied:  # DeepSpeed has dropped it, for its gradients
+            return self._judge.nonfinite()
+        return self._judge.judge(report.loss, report.grad_norm)
+
+    def _respond(self, fault: Fault, pending: _PendingStep, report: StepReport) -> None:
+        """Says what is wrong and with which samples, and does what is configured. Collective.
+
+        Raises:
+            SharedError: the run is to stop.
+            _GoBack: it is to go back.
+        """
+        samples_per_step = self._geometry.samples_per_step
+        first_sample = pending.consumed_samples - samples_per_step
+        samples = [first_sample + slot for slot in suspicious_samples(report.bad_micro_batches, self._geometry)]
+        records = locate_samples(self._data, samples, sequence_length(self._config))
+        trained_on = on_main_rank(lambda: report_samples(self._folder, pending.step, records))
+        text = f"{_describe(fault, report, pending.step)}; {trained_on}"
+        if fault.action == "stop":
+            raise SharedError(f"{text}; {self._last_good()}")
+        if fault.action == "skip" and self._num_skips == self._config.train.max_skips:
+            raise SharedError(f"{text}; {self._num_skips} steps before it were skipped already (train.max_skips)")
+        log.warning("%s%s", text, "; the step is skipped" if fault.action == "skip" else "")
+        if fault.action == "rollback":
+            raise _GoBack(pending, text)
+
+    def _validate(self) -> dict[str, float]:
+        """`val_loss` of the first validation set, and `val_loss/NAME` of each. Collective."""
+        losses = {}
+        for name, source in self._data.val_sources.items():
+            batches = fixed_batches(self._data, source, self._config, self._geometry, self._engine.rank)
+            losses[name] = self._engine.evaluate(batches)
+        self._val_losses = losses
+        if not losses:
+            return {}
+        first = next(iter(losses.values()))
+        return {"val_loss": first, **{f"val_loss/{name}": loss for name, loss in losses.items()}}
+
+    def _save(self, step: int, recorder: Recorder, must_succeed: bool) -> int | None:
+        """Saves a checkpoint; a failure that may be temporary is only reported. Returns the step if it was saved."""
+        start = time.perf_counter()
+        recorder.sync()
+        try:
+            with self._watchdog.slow_work():
+                path = save_checkpoint(
+                    self._folder.checkpoints, self._engine, self._config, self._state(step), self._data.tokenizer
+                )
+                on_main_rank(lambda: prune_checkpoints(self._folder.checkpoints, self._config.checkpoint))
+        except RunError as error:
+            message = f"the checkpoint of step {step} could not be saved: {error}; {self._last_good()}"
+            self._num_failed_saves += 1
+            if must_succeed:
+                raise SharedError(message) from None
+            if self._num_failed_saves > self._config.checkpoint.max_failures:
+                raise SharedError(
+                    f"{message}; this is failure {self._num_failed_saves} in a row (checkpoint.max_failures)"
+                ) from None
+            log.error("%s; training goes on and tries again at the next one", message)
+            return None
+        self._num_failed_saves = 0
+        seconds = time.perf_counter() - start
+        recorder.note_checkpoint(step, seconds)
+        log.info("checkpoint %s (%.1f s)", path, seconds)
+        return step
+
+    def _last_good(self) -> str:
+        if not self._folder.path.is_dir():
+            return "no checkpoint can be seen now"
+        good = list_checkpoints(self._folder.checkpoints)
+        return f"the last good checkpoint is {good[-1][1]}" if good else "there is no checkpoint yet"
+
+    def _state(self, step: int) -> TrainingState:
+        tokenizer = self._data.tokenizer
+        return TrainingState(
+            step=step,
+            consumed_samples=self._consumed_samples,
+            num_ranks=self._engine.world_size,
+            zero_stage=self._config.deepspeed.zero_stage,
+            parameters={name: list(shape) for name, shape in self._engine.parameter_shapes().items()},
+            groups={group.value: names for group, names in self._engine.groups.items()},
+            optimizer_tensors=optimizer_tensor_kinds(self._engine),
+            optimizer_scalars=optimizer_scalars(self._engine),
+            policy_state=self._engine.policy_state(),
+            data_fingerprints=list(self._data.fingerprints),
+            tokenizer_sha256=self._data.tokenizer_sha256,
+            tokenizer_file=None if tokenizer is None else f"tokenizer{tokenizer.suffix}",
+            loss=self._loss,
+            val_losses=self._val_losses,
+            step_figures=self._judge.state(),
+            skipped_samples=[list(edges) for edges in self._data.order.skipped.ranges],
+        )
+
+
+def _describe(fault: Fault, report: StepReport, step: int) -> str:
+    if fault.spike is not None:
+        return f"spike at step {step}: {fault.spike}"
+    if report.bad_ranks:
+        return f"non-finite loss at step {step} on rank {', '.join(map(str, report.bad_ranks))}"
+    return f"non-finite gradients at step {step} (the loss was {report.loss:.4f})"
