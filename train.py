@@ -100,9 +100,12 @@ def run(config: Config, topology: Topology, device: torch.device, stop: StopRequ
     from launch.engine.engine import Engine, build_model
     from launch.process.logs import start_file_log
     from launch.process.watchdog import Watchdog, stacks_file
-    from launch.run_folder.folder import FolderLock, RunFolder, check_folder, released_at_end
+    from launch.run_folder.folder import RunFolder
+    from launch.run_folder.lock import FolderLock, released_at_end
     from launch.training.data import batch_geometry, open_data, probe_batch
-    from launch.training.start import Rollback, announce, choose_start, is_finished, load_start, roll_back
+    from launch.training.resume import check_folder, choose_start, is_finished
+    from launch.training.rollback import Rollback, roll_back
+    from launch.training.start import announce, load_start
     from launch.training.trainer import Trainer
 
     data, config = on_all_ranks(lambda: open_data(config))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from configs.resume import allows_init_from
 from configs.schema import Config, ModelConfig, Section
 
 # Keys of the DeepSpeed file that the schema generates, and the key that a user sets instead.
@@ -151,11 +152,11 @@ def _step_problems(config: Config) -> Iterator[Problem]:
     for beta in optim.betas:
         if not 0 <= beta < 1:
             yield Problem(("optim.betas",), f"{beta} is not in [0, 1)")
-    if train.profile and train.profile.start_step + train.profile.steps > (train.stop_step or train.steps):
+    if train.profile and train.profile.start_step + train.profile.steps > (train.last_step):
         yield Problem(
             ("train.profile", "train.steps", "train.stop_step"),
             f"steps {train.profile.start_step} to {train.profile.start_step + train.profile.steps} "
-            f"are not all before the last step {train.stop_step or train.steps}",
+            f"are not all before the last step {train.last_step}",
         )
 
 
@@ -206,7 +207,7 @@ def _unused_keys(prefix: str, section: Section, chooser: str, wanted: str, chose
 def _run_problems(config: Config) -> Iterator[Problem]:
     if config.run.name in (".", ".."):
         yield Problem(("run.name",), f"{config.run.name!r} names no folder of its own")
-    if config.run.init_from is not None and config.run.resume not in ("auto", "never"):
+    if config.run.init_from is not None and not allows_init_from(config.run.resume):
         yield Problem(
             ("run.init_from", "run.resume"),
             "starts a new run, and run.resume names a checkpoint to go on from; set only one of them",

@@ -271,6 +271,11 @@ class TrainConfig(Section):
     max_rollbacks: int = Field(3, ge=1, description="rollbacks to one checkpoint after which the run stops")
     profile: ProfileConfig | None = Field(None, description="torch profiler trace: {start_step, steps}")
 
+    @property
+    def last_step(self) -> int:
+        """The step after which a start ends."""
+        return self.stop_step or self.steps
+
 
 class DeepSpeedConfig(Section):
     """The engine."""

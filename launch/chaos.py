@@ -28,7 +28,8 @@ from configs.load import load_config
 from configs.schema import Config
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, RunError
 from launch.run import add_run_arguments, choose_num_ranks, positive_integer
-from launch.run_folder.observe import Progress, done_step, is_saving, newest_checkpoint, read_records
+from launch.run_folder.checkpoints import is_saving, newest_checkpoint
+from launch.run_folder.observe import Progress, done_step, read_records
 from launch.supervisor.attempt import LAUNCHERS, POLL_SECONDS, Attempt, Launch
 
 TOLERANCE = 1e-5  # relative, between different numbers of ranks in fp32
@@ -126,7 +127,7 @@ class KilledRun:
         if kill is not None:
             self.kills.append(kill)
             self._check_checkpoints()
-            kill.steps_redone = kill.step - newest_checkpoint(self.folder)[0]
+            kill.steps_redone = kill.step - newest_checkpoint(self.folder / "checkpoints")[0]
         elif plan is not None and done_step(self.folder) is not None:
             self.faults.append(f"the run finished before kill {len(self.kills) + 1}; raise train.steps")
         elif plan is not None or done_step(self.folder) is None:
@@ -158,7 +159,11 @@ class KilledRun:
                 continue
             if plan.in_save:
                 # Once a step is recorded, what an earlier kill left unfinished is cleaned.
-                delay = 0.7 * share * self._pace.save if step >= plan.step and is_saving(self.folder) else None
+                delay = (
+                    0.7 * share * self._pace.save
+                    if step >= plan.step and self._is_saving()
+                    else None
+                )
             elif plan.step > 0:
                 delay = 2 * share * self._pace.step if step >= plan.step else None
             else:
@@ -170,7 +175,7 @@ class KilledRun:
 
     def _strike(self, plan: Plan, attempt: Attempt, progress: Progress) -> Kill:
         """SIGKILL of one rank, or of the launcher and all ranks."""
-        in_save = is_saving(self.folder)
+        in_save = self._is_saving()
         if plan.whole_group:
             victim, targets = "all processes", attempt.processes()
         else:
@@ -179,9 +184,12 @@ class KilledRun:
         now = time.monotonic()
         for process in targets:
             _kill(process)
-        step = max(progress.last_step(), newest_checkpoint(self.folder)[0])
+        step = max(progress.last_step(), newest_checkpoint(self.folder / "checkpoints")[0])
         moment = "in a save" if in_save else "between saves" if progress.last_step() else "during the start"
         return Kill(victim, moment, in_save, step, now)
+
+    def _is_saving(self) -> bool:
+        return is_saving(self.folder / "checkpoints")
 
     def _note_recovery(self, step: int) -> None:
         if self.kills and self.kills[-1].seconds_lost is None and step >= max(1, self.kills[-1].step):
@@ -189,7 +197,8 @@ class KilledRun:
 
     def _check_checkpoints(self) -> None:
         """Every committed checkpoint must be good."""
-        from launch.checkpoint.files import find_faults, list_checkpoints  # imports torch
+        from launch.checkpoint.files import find_faults
+        from launch.run_folder.checkpoints import list_checkpoints
 
         for _, path in list_checkpoints(self.folder / "checkpoints"):
             self.faults += find_faults(path)
@@ -266,7 +275,7 @@ def run(options: argparse.Namespace, config: Config, parent: Path, ranks: list[i
         launcher = launcher_for(options.launcher, num_ranks)
         return Launch(launcher, num_ranks, (options.config, *options.overrides, *settings))
 
-    last_step = config.train.stop_step or config.train.steps
+    last_step = config.train.last_step
     whole = parent / UNINTERRUPTED
     say(f"first {last_step} steps without kills, with {count_ranks(ranks[0])}; what the runs print is in {output.name}")
     pace = run_uninterrupted(launch(UNINTERRUPTED, ranks[0]), whole, last_step, output)
@@ -323,7 +332,7 @@ def run_uninterrupted(launch: Launch, folder: Path, last_step: int, output: IO[b
             now = time.monotonic()
             if first_step is None and progress.last_step() > 0:
                 first_step = now
-            saving = is_saving(folder)
+            saving = is_saving(folder / "checkpoints")
             if saving and not was_saving:
                 save_begin = now
             elif was_saving and not saving:

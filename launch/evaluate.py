@@ -179,7 +179,7 @@ def print_evaluation(options: argparse.Namespace) -> None:
     """
     import torch
 
-    from launch.checkpoint.load_model import load_model, load_tokenizer
+    from launch.inference.load_model import load_model, load_tokenizer
 
     text = _read_text(options.text)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

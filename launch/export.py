@@ -56,10 +56,10 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_bytes: in
     Raises:
         RunError, ConfigError, OSError: a fault in the checkpoint or in OUT; OUT is not there then.
     """
-    from launch.checkpoint.load_model import end_of_document_id
     from launch.hf.architecture import OWN, choose_architecture, to_hf_config
     from launch.hf.masters import Masters
     from launch.hf.model_card import write_model_card
+    from launch.inference.load_model import end_of_document_id
 
     with new_folder(out) as folder, Masters(checkpoint) as masters:
         model = masters.config.model

@@ -45,7 +45,7 @@ def print_continuation(options: argparse.Namespace) -> None:
     import torch
 
     from launch.checkpoint.files import read_config
-    from launch.checkpoint.load_model import end_of_document_id, load_model, load_tokenizer
+    from launch.inference.load_model import end_of_document_id, load_model, load_tokenizer
     from model.generate import check_sampling, generate
 
     if not math.isfinite(options.temperature):

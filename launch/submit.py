@@ -19,6 +19,7 @@ from pathlib import Path
 
 from configs.errors import ConfigError
 from configs.load import load_config
+from configs.resume import allows_repeated_starts
 from configs.schema import Config
 from launch import PROJECT_ROOT
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE
@@ -116,7 +117,7 @@ def read_job(options: argparse.Namespace) -> tuple[Config, Job]:
         config = load_config(options.config, options.overrides)
     except ConfigError as error:
         problems += error.problems
-    if config is not None and config.run.resume != "auto":
+    if config is not None and not allows_repeated_starts(config.run.resume):
         problems.append(
             f"run.resume: {config.run.resume!r} is not allowed in a job that is queued again after each checkpoint; "
             "expected 'auto' (run.init_from starts a new run from another one's weights)"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,15 +30,13 @@ from configs.load import load_config
 from configs.schema import Config
 from data.files import hash_file, write_file
 from launch.errors import RunError
+from launch.run_folder.checkpoints import list_checkpoints
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 CONFIG = "config.yaml"
 MASTER = "master"
-PARTIAL_SUFFIX = ".partial"
-ASIDE_SUFFIX = ".superseded"
-_NAME = re.compile(r"^step_(\d{8,})$")
 
 
 @dataclass(frozen=True)
@@ -80,19 +77,6 @@ class TrainingState:
     step_figures: dict[str, list[float]] = field(default_factory=dict)
     skipped_samples: list[list[int]] = field(default_factory=list)
     format_version: int = FORMAT_VERSION
-
-
-def checkpoint_path(checkpoints: Path, step: int) -> Path:
-    """The final name of the checkpoint after `step` finished steps."""
-    return checkpoints / f"step_{step:08d}"
-
-
-def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of all committed checkpoints, oldest first."""
-    if not checkpoints.is_dir():
-        return []
-    matches = ((_NAME.match(path.name), path) for path in checkpoints.iterdir() if path.is_dir())
-    return sorted((int(match.group(1)), path) for match, path in matches if match)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -65,7 +65,7 @@ class CheckpointSource:
 
     def __init__(self, path: Path, tokenizer: Path | None) -> None:
         """Raises RunError when there is no good checkpoint or no tokenizer."""
-        from launch.checkpoint.load_model import load_model, load_tokenizer
+        from launch.inference.load_model import load_model, load_tokenizer
 
         self._model, checkpoint = load_model(path, torch.device("cpu"), torch.float32)
         vocab_size = self._model.embedding.weight.shape[0]

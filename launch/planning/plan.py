@@ -121,7 +121,7 @@ def _parameter_lines(model: GPT, config: Config) -> list[str]:
         totals[kind] = totals.get(kind, 0) + parameter.numel()
     assert config.data.seq_len is not None
     flops = flops_per_token(config.model, config.data.seq_len)
-    steps = config.train.stop_step or config.train.steps
+    steps = config.train.last_step
     tokens = steps * config.train.global_batch_tokens
     rows = [(kind.value, f"{count:,}", f"{count / model.num_parameters:.1%}") for kind, count in totals.items()]
     return [

@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
-
-_CHECKPOINT_NAME = re.compile(r"^step_(\d{8,})$")
-
-
-def newest_checkpoint(folder: Path) -> tuple[int, Path | None]:
-    """(step, folder) of the newest committed checkpoint, whose damage only a start would find; (0, None) without."""
-    found = [(int(match[1]), path) for path in _checkpoints(folder) if (match := _CHECKPOINT_NAME.match(path.name))]
-    return max(found, default=(0, None))
-
-
-def is_saving(folder: Path, step: int | None = None) -> bool:
-    """Whether a checkpoint (of this step) is unfinished: it is being written, or was when the run was killed."""
-    pattern = "step_*.partial" if step is None else f"step_{step:08d}.partial"
-    return any((folder / "checkpoints").glob(pattern))
 
 
 def done_step(folder: Path) -> int | None:
@@ -66,7 +51,3 @@ class Progress:
         except (OSError, ValueError):
             pass  # it is being written; the next look is soon
         return self._step
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return list((folder / "checkpoints").glob("step_*"))

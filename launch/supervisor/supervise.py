@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
+from configs.resume import restart_arguments
 from configs.schema import Config
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
-from launch.run_folder.observe import done_step, newest_checkpoint
+from launch.run_folder.checkpoints import newest_checkpoint
+from launch.run_folder.folder import RunFolder
+from launch.run_folder.observe import done_step
 from launch.supervisor.attempt import Attempt, Launch, Report
 from launch.supervisor.requests import Requests, say, write_line
 
@@ -60,26 +62,26 @@ class ThisNode:
 
 def supervise(crew: Crew, launch: Launch, config: Config, max_restarts: int, requests: Requests) -> int:
     """Runs to the end, and says why it ended. Returns the exit code."""
-    assert config.run.name is not None
-    folder = Path(config.run.dir) / config.run.name
-    last_step = config.train.stop_step or config.train.steps
+    folder = RunFolder.of(config)
+    last_step = config.train.last_step
     begin = time.time()
     backoff_seconds = FIRST_BACKOFF_SECONDS
     num_restarts = 0
     while True:
-        known = newest_checkpoint(folder)
+        known = newest_checkpoint(folder.checkpoints)
         exit_code, reason = run_once(crew, launch, folder, last_step, requests)
         if exit_code == EXIT_DONE:
-            say(f"finished: {folder}")
+            say(f"finished: {folder.path}")
             return EXIT_DONE
         if exit_code == EXIT_STOPPED:
-            say(f"stopped on request; the same command goes on from {newest_checkpoint(folder)[1] or 'the start'}")
+            _, newest = newest_checkpoint(folder.checkpoints)
+            say(f"stopped on request; the same command continues from {newest or 'the start'}")
             return EXIT_STOPPED
         if num_restarts == max_restarts or requests or exit_code == EXIT_USAGE:
             write_line(2, f"error: {reason}")
             return exit_code
         num_restarts += 1
-        if newest_checkpoint(folder) != known:
+        if newest_checkpoint(folder.checkpoints) != known:
             backoff_seconds = FIRST_BACKOFF_SECONDS
         say(f"failed: {reason}; restart {num_restarts} of {max_restarts} in {backoff_seconds:.0f} s")
         if not requests.wait(backoff_seconds, crew.look):
@@ -88,13 +90,13 @@ def supervise(crew: Crew, launch: Launch, config: Config, max_restarts: int, req
             say("stopped on request")
             return EXIT_STOPPED
         backoff_seconds = min(2 * backoff_seconds, LONGEST_BACKOFF_SECONDS)
-        launch = going_on(launch, folder, begin)
+        launch = restarted(launch, folder, begin)
 
 
-def run_once(crew: Crew, launch: Launch, folder: Path, last_step: int, requests: Requests) -> tuple[int, str]:
+def run_once(crew: Crew, launch: Launch, folder: RunFolder, last_step: int, requests: Requests) -> tuple[int, str]:
     """One attempt: its exit code, and in one line why it failed."""
     report = carry_out(crew, launch, requests)
-    if EXIT_DONE in report.codes and (done_step(folder) or 0) >= last_step:
+    if EXIT_DONE in report.codes and (done_step(folder.path) or 0) >= last_step:
         return EXIT_DONE, ""
     # A rank that reports 75 knows of the commit; others may have lost contact when it left.
     if EXIT_STOPPED in report.codes and (requests or not report.lost_launcher):
@@ -138,12 +140,8 @@ def carry_out(crew: Crew, launch: Launch, requests: Requests) -> Report:
     return report
 
 
-def going_on(launch: Launch, folder: Path, begin: float) -> Launch:
-    """The same launch, which goes on from what was saved since `begin`, whatever `run.resume` says of the first start.
-
-    Until something was saved, a restart does what the first start did.
-    """
-    _, newest = newest_checkpoint(folder)
-    if newest is None or newest.stat().st_mtime < begin or "run.resume=auto" in launch.arguments:
-        return launch
-    return replace(launch, arguments=(*launch.arguments, "run.resume=auto"))
+def restarted(launch: Launch, folder: RunFolder, begin: float) -> Launch:
+    """The launch of a restart, which resumes from a checkpoint that was saved since `begin`, if there is one."""
+    _, newest = newest_checkpoint(folder.checkpoints)
+    has_saved = newest is not None and newest.stat().st_mtime >= begin
+    return replace(launch, arguments=restart_arguments(launch.arguments, has_saved))

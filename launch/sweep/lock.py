@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import time
 from collections.abc import Iterator, Sequence
-from typing import IO
 
 from launch.errors import RunError
+from launch.run_folder.lock import LockedError, file_lock
 from launch.sweep.cells import Cell
 from launch.sweep.outcome import LOGS
 from launch.sweep.spec import Sweep
@@ -19,11 +16,13 @@ WAIT_SECONDS = 0.5
 
 @contextlib.contextmanager
 def locked(sweep: Sweep) -> Iterator[None]:
-    """Keeps a second sweep out of the folder. Raises RunError when another one is in it."""
+    """Keeps a second sweep out of the folder. Raises RunError when another one is running in it."""
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    with (sweep.folder / "lock").open("a") as stream:
-        if not _acquire(stream):
-            raise RunError(f"{sweep.folder}: another sweep is running in it; choose another name")
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(file_lock(sweep.folder / "lock"))
+        except LockedError:
+            raise RunError(f"{sweep.folder}: another sweep is running in it; choose another name") from None
         yield
 
 
@@ -33,16 +32,13 @@ def cell_locked(sweep: Sweep, cell: Cell, requests: Sequence[int]) -> Iterator[N
 
     A cell outlives a killed sweep by the time that it takes to save, and the sweep may have been started again by then.
     """
-    with (sweep.folder / LOGS / f"{cell.name}.lock").open("a") as stream:
-        while not _acquire(stream) and not requests:
-            time.sleep(WAIT_SECONDS)
+    path = sweep.folder / LOGS / f"{cell.name}.lock"
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(file_lock(path, WAIT_SECONDS))
+            except LockedError:
+                if not requests:
+                    continue
+            break
         yield
-
-
-def _acquire(stream: IO[str]) -> bool:
-    """Whether the file is locked now; True too on a file system without locks."""
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EACCES)
-    return True

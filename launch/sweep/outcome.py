@@ -54,7 +54,7 @@ def last_step(sweep: Sweep, cell: Cell) -> int:
     """The number of steps of a cell, from its folder where it has one: that is quicker than merging its keys."""
     path = cell_folder(sweep, cell) / "config.yaml"
     config = load_config(path) if path.exists() else cell_config(sweep, cell)
-    return config.train.stop_step or config.train.steps
+    return config.train.last_step
 
 
 def mark_diverged(sweep: Sweep, cell: Cell, step: int) -> None:

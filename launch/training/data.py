@@ -224,7 +224,7 @@ def fingerprint(source: TokenSource) -> str:
 def describe_data(data: TrainingData, config: Config) -> list[str]:
     """A line per source: its tokens, and how much of it the run uses; a line per phase, if there are several."""
     seq_len = sequence_length(config)
-    steps = config.train.stop_step or config.train.steps
+    steps = config.train.last_step
     samples_per_step = config.train.global_batch_tokens // seq_len
     num_samples = steps * samples_per_step
     used = data.order.samples_of_sources(num_samples)

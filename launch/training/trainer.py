@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from configs.schema import Config
 from data.loader import BatchGeometry
-from launch.checkpoint.files import TrainingState, list_checkpoints
-from launch.checkpoint.save import optimizer_scalars, optimizer_tensor_kinds, prune_checkpoints, save_checkpoint
+from launch.checkpoint.files import TrainingState
+from launch.checkpoint.retention import prune_checkpoints
+from launch.checkpoint.save import optimizer_scalars, optimizer_tensor_kinds, save_checkpoint
 from launch.distributed.collective import on_main_rank
 from launch.engine.anomalies import Fault, StepJudge
 from launch.engine.engine import Engine
@@ -23,10 +24,11 @@ from launch.metrics.recorder import Recorder, step_record
 from launch.optim.optimizer import group_rates
 from launch.process.stop import StopRequest
 from launch.process.watchdog import Watchdog
+from launch.run_folder.checkpoints import list_checkpoints
 from launch.run_folder.folder import RunFolder, mark_done
 from launch.training.bad_batch import locate_samples, report_samples, suspicious_samples
 from launch.training.data import TrainingData, fixed_batches, sequence_length, training_batches
-from launch.training.start import Rollback, last_step
+from launch.training.rollback import Rollback
 from model.flops import flops_per_token
 
 log = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ class Trainer:
         self._engine = engine
         self._stop = stop
         self._watchdog = watchdog
-        self._last_step = last_step(config)
+        self._last_step = config.train.last_step
         self._peak_flops = device_peak_flops(engine.device, config.train.precision)
         self._flops_per_token = flops_per_token(config.model, sequence_length(config))
         self._first_step = state.step if state else 0

@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from configs.schema import Config
 from data.files import hash_file
 from launch.checkpoint.files import find_checkpoint, find_faults, read_state
-from launch.checkpoint.save import restore, save_checkpoint
+from launch.checkpoint.restore import restore
+from launch.checkpoint.save import save_checkpoint
 from launch.distributed.process_group import start_distributed
 from launch.distributed.topology import detect_topology
 from launch.engine.engine import Engine, build_model

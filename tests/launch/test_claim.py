@@ -14,7 +14,7 @@ import yaml
 
 from data.loader import validation_batches
 from data.source import TokenSource
-from launch.checkpoint.load_model import load_model
+from launch.inference.load_model import load_model
 from tests.conftest import python, read_metrics
 
 SEQ_LEN = 64

@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from data.sentencepiece_tokenizer import train_sentencepiece
 from data.tokenizer import Tokenizer
 from launch.checkpoint.files import find_checkpoint, read_state
-from launch.checkpoint.load_model import load_model
 from launch.export import export, generation_config, main, plan_shards
 from launch.hf import masters as masters_module
 from launch.hf.folder import new_folder, parse_bytes
+from launch.inference.load_model import load_model
 from model.generate import generate
 from model.gpt import GPT
 from tests.conftest import python

@@ -12,8 +12,8 @@ import torch
 from data.manifest import Manifest
 from data.tokenizer import Tokenizer
 from launch.checkpoint.files import CONFIG, find_checkpoint, read_config
-from launch.checkpoint.load_model import load_model
 from launch.generate import main
+from launch.inference.load_model import load_model
 from model.generate import generate
 from tests.conftest import python
 from tests.launch.hf_helpers import make_model, save_model, trained_run

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launch.checkpoint.files import list_checkpoints
 from launch.errors import EXIT_STOPPED
+from launch.run_folder.checkpoints import list_checkpoints
 from tests.conftest import finish, python, read_metrics, start, write_shard
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.checkpoint.files import list_checkpoints
 from launch.errors import EXIT_STOPPED
 from launch.process.lifeline import (
     RankOutcome,
@@ -22,9 +21,11 @@ from launch.process.lifeline import (
     read_outcomes,
     report_outcome,
 )
-from launch.run_folder.observe import Progress, done_step, newest_checkpoint
+from launch.run_folder.checkpoints import list_checkpoints, newest_checkpoint
+from launch.run_folder.folder import RunFolder
+from launch.run_folder.observe import Progress, done_step
 from launch.supervisor.attempt import Launch
-from launch.supervisor.supervise import going_on
+from launch.supervisor.supervise import restarted
 from tests.conftest import finish, launcher_command, python, read_metrics, start
 from tests.launch.supervised import (
     parent_of,
@@ -82,7 +83,7 @@ def test_a_killed_rank_restarts_the_run_and_a_signal_reaches_every_rank(tiny_con
     assert "failed: rank 1 was killed or crashed; restart 1 of 1 in 1 s" in finished.output
     assert finished.output.count("got SIGTERM; forwarding it to every rank") == 1
     assert finished.output.count("SIGTERM: stopping after a checkpoint") == 1  # rank 0 speaks
-    assert finished.output.count("stopped on request; the same command goes on from") == 1
+    assert finished.output.count("stopped on request; the same command continues from") == 1
     assert not any(map(is_alive, [*ranks.values(), *again.values()]))
     last, _ = list_checkpoints(folder / "checkpoints")[-1]
     assert steps(folder) == list(range(1, last + 1))
@@ -231,15 +232,17 @@ def test_guardians_are_launchers_and_supervisors_but_no_shells() -> None:
 
 def test_a_restart_goes_on_from_what_was_saved_since(tmp_path: Path) -> None:
     launch = Launch("python", 1, ("a.yaml", "run.resume=never"))
-    assert newest_checkpoint(tmp_path) == (0, None)
-    assert going_on(launch, tmp_path, begin=0.0) == launch
+    assert newest_checkpoint(tmp_path / "checkpoints") == (0, None)
+    assert restarted(launch, RunFolder(tmp_path), begin=0.0) == launch
     for name in ("step_00000010", "step_00000020", "step_00000030.partial", "step_00000040.superseded"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert newest_checkpoint(tmp_path) == (20, tmp_path / "checkpoints/step_00000020")
-    assert going_on(launch, tmp_path, begin=time.time() + 100) == launch  # it is older than this supervision
-    resumed = going_on(launch, tmp_path, begin=0.0)
+    assert newest_checkpoint(tmp_path / "checkpoints") == (20, tmp_path / "checkpoints/step_00000020")
+    assert (
+        restarted(launch, RunFolder(tmp_path), begin=time.time() + 100) == launch
+    )  # older than this
+    resumed = restarted(launch, RunFolder(tmp_path), begin=0.0)
     assert resumed.arguments == ("a.yaml", "run.resume=never", "run.resume=auto")
-    assert going_on(resumed, tmp_path, begin=0.0) == resumed
+    assert restarted(resumed, RunFolder(tmp_path), begin=0.0) == resumed
 
 
 def test_launcher_commands(monkeypatch: pytest.MonkeyPatch) -> None:

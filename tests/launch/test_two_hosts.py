@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.checkpoint.files import list_checkpoints
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
-from launch.run_folder.observe import Progress, done_step, newest_checkpoint
+from launch.run_folder.checkpoints import list_checkpoints, newest_checkpoint
+from launch.run_folder.observe import Progress, done_step
 from tests.conftest import ROOT, Finished, finish, python, read_metrics, start
 from tests.launch.supervised import wait_for_end, wait_for_steps, wait_until
 from tests.launch.two_hosts import TwoHosts, two_hosts, why_not
@@ -76,7 +76,11 @@ def wait_for_progress(hosts: TwoHosts, folder: Path, expected: tuple[int, int], 
     """Waits until so many ranks have started on each host, and have finished steps beyond the checkpoint."""
     progress = Progress(folder)
     wait_for_ranks(hosts, expected, process)
-    wait_until(lambda: progress.last_step() > newest_checkpoint(folder)[0] > 0, "steps and a checkpoint", process)
+    wait_until(
+        lambda: progress.last_step() > newest_checkpoint(folder / "checkpoints")[0] > 0,
+        "steps and a checkpoint",
+        process,
+    )
 
 
 class Reference:

@@ -1,0 +1,29 @@
+"""Verification of checkpoints, shared by all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from launch.checkpoint.files import (
+    find_faults,
+)
+from launch.distributed.collective import share
+
+log = logging.getLogger(__name__)
+
+
+def newest_good(candidates: Sequence[Path], rank: int, world_size: int) -> Path | None:
+    """The first that verifies; damaged ones before it are named. Ranks share the verification. Collective."""
+    for candidate in candidates:
+        faults = shared_faults(candidate, rank, world_size)
+        if not faults:
+            return candidate
+        for fault in faults:
+            log.warning("damaged checkpoint, trying the next older one: %s", fault)
+    return None
+
+
+def shared_faults(checkpoint: Path, rank: int, world_size: int) -> list[str]:
+    return list(dict.fromkeys(fault for part in share(find_faults(checkpoint, rank, world_size)) for fault in part))
