@@ -97,7 +97,8 @@ def train(config: Config, topology: Topology) -> NoReturn:
 def run(config: Config, topology: Topology, device: torch.device, stop: StopRequest | None = None) -> int:
     """One run, from its data to its exit code."""
     from launch.distributed.collective import on_all_ranks, on_main_rank
-    from launch.engine.engine import Engine, build_model
+    from launch.engine.build import build_model
+    from launch.engine.engine import Engine
     from launch.process.logs import start_file_log
     from launch.process.watchdog import Watchdog, stacks_file
     from launch.run_folder.folder import RunFolder

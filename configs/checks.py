@@ -167,16 +167,17 @@ def _control_problems(config: Config) -> Iterator[Problem]:
             ("qk_control.clip_threshold", "model.attention.qk_norm"),
             f"{control.clip_threshold:g} shrinks weights, whose size model.attention.qk_norm takes away; set only one",
         )
-    if control.max_ratio is not None and control.policy != "quack":
+    if control.max_ratio is not None and "max_ratio" not in control.chosen.own_keys:
         yield Problem(
             ("qk_control.max_ratio", "qk_control.policy"),
             f"{control.max_ratio} caps the ratios of qk_control.policy=quack; set that, or leave this out",
         )
-    if control.policy == "adaptive" and not control.adaptive.min_alpha <= control.alpha <= 1:
+    max_alpha = control.chosen.max_alpha
+    if max_alpha is not None and not control.adaptive.min_alpha <= control.alpha <= max_alpha:
         yield Problem(
             ("qk_control.alpha", "qk_control.adaptive.min_alpha"),
             f"{control.alpha} is where `adaptive` starts; expected between qk_control.adaptive.min_alpha="
-            f"{control.adaptive.min_alpha} and 1",
+            f"{control.adaptive.min_alpha} and {max_alpha:g}",
         )
     yield from _unused_keys("qk_control.adaptive", control.adaptive, "qk_control.policy", "adaptive", control.policy)
     yield from _unused_keys("optim.muon", optim.muon, "optim.name", "muon", optim.name)

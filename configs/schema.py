@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from configs.policies import POLICIES, QkPolicy
+
 FFN_MULTIPLE = 64
 
 
@@ -147,6 +149,11 @@ class QkControlConfig(Section):
         " it back; null: off",
     )
     adaptive: AdaptiveConfig = Field(default_factory=AdaptiveConfig)
+
+    @property
+    def chosen(self) -> QkPolicy:
+        """The policy that `policy` names."""
+        return POLICIES[self.policy]
 
 
 class MuonConfig(Section):

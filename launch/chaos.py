@@ -159,11 +159,7 @@ class KilledRun:
                 continue
             if plan.in_save:
                 # Once a step is recorded, what an earlier kill left unfinished is cleaned.
-                delay = (
-                    0.7 * share * self._pace.save
-                    if step >= plan.step and self._is_saving()
-                    else None
-                )
+                delay = 0.7 * share * self._pace.save if step >= plan.step and self._is_saving() else None
             elif plan.step > 0:
                 delay = 2 * share * self._pace.step if step >= plan.step else None
             else:

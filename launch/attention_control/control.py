@@ -68,14 +68,10 @@ class Clipper:
 
 
 class QueryKeyControl:
-    """A rule for the steps, clipping, or both, or neither.
-
-    Attributes:
-        meter: measures the coming step; None: nothing is to be measured.
-    """
+    """A rule that scales steps, clipping, or both, or neither."""
 
     def __init__(self, weights: HeadWeights, rule: Rule | None, clipper: Clipper | None) -> None:
-        self.meter: UpdateMeter | None = None
+        self._meter: UpdateMeter | None = None
         self._weights = weights
         self._rule = rule
         self._clipper = clipper
@@ -85,10 +81,14 @@ class QueryKeyControl:
         self._rate_multiplier = 0.0
         self._num_scaled = 0
 
-    def measure_step(self) -> UpdateMeter:
+    def measure_step(self) -> None:
         """Has the coming step measured."""
-        self.meter = UpdateMeter(self._weights)
-        return self.meter
+        self._meter = UpdateMeter(self._weights)
+
+    def take_meter(self) -> UpdateMeter | None:
+        """What was measured of the last step; None if nothing was to be measured. The next step is not measured."""
+        meter, self._meter = self._meter, None
+        return meter
 
     def prepare(self, step: int, rate_multiplier: float) -> None:
         """Sets the ratios of the coming step; see `Rule.update`. Collective.
@@ -112,7 +112,7 @@ class QueryKeyControl:
 
     def before_base_step(self, flats: Sequence[Tensor]) -> None:
         """Before the base optimizer changes `flats`."""
-        if self._rule is not None or self.meter is not None:
+        if self._rule is not None or self._meter is not None:
             self._weights.keep(flats)
 
     def after_base_step(self, flats: Sequence[Tensor]) -> None:
@@ -121,8 +121,8 @@ class QueryKeyControl:
             self._num_scaled += self._weights.scale_steps(flats, self._ratios)
         if self._clipper is not None:
             self._weights.scale(flats, self._factors)
-        if self.meter is not None:
-            self.meter.add(flats)
+        if self._meter is not None:
+            self._meter.add(flats)
         self._weights.forget(flats)
 
     def check_applied(self) -> None:

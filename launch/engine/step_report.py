@@ -1,19 +1,23 @@
-"""What the ranks report of a step: one row of numbers each, gathered on the device and read on the host."""
+"""The report of a step: one row of named columns from each rank, gathered on the device and read on the host."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from launch.attention_control.monitor import AttentionReport
-from launch.engine.anomalies import Fault
+from launch.engine.anomalies import Anomaly
 
-NUM_FIXED_COLUMNS = 10  # columns of a rank's report before the groups' squared gradient norms
+# Columns that the host knows when it makes the row, and columns whose values lie on the device.
+HOST_COLUMNS = ("num_targets", "is_applied", "stop_requested", "forward_seconds", "data_seconds", "memory_bytes")
+DEVICE_COLUMNS = ("loss_sum", "z_sum", "grad_norm", "bad_micro_batch")
+NO_NORM = -1.0  # in the column grad_norm, where DeepSpeed computes no norm (stage 0)
 
 
 @dataclass(frozen=True)
@@ -21,19 +25,22 @@ class StepReport:
     """What all ranks measured in one step.
 
     Attributes:
-        loss: cross-entropy in nats per target token, over the whole global batch.
-        z_loss: mean squared logsumexp of the logits, unweighted, also when it is not part of the objective.
-        num_targets: target tokens of the global batch.
-        grad_norm: global gradient norm before clipping; group_grad_norms: the same for every parameter group.
-        step_applied: whether the optimizer changed the weights.
-        verdicts: of the judge, where it was asked before the step was applied.
-        bad_micro_batches: of each rank, the first micro-batch whose loss was not finite; None: all were.
-        forward_seconds, data_seconds: per rank; the forward time is that of the step before.
-        memory_bytes: per rank; allocated peak on GPU, resident on CPU.
-        stop_requested: whether any rank was asked to stop.
-        qk_statistics: of query/key control, by name, flattened; see `QueryKeyControl.statistics`.
-        qk_record: what the policy itself reports of the step.
-        attention: measured around the step, where it was due; on the ranks that compute it.
+        loss: Cross-entropy in nats per target token, over the whole global batch.
+        z_loss: Mean squared logsumexp of the logits, unweighted, also when it is not part of the objective.
+        num_targets: Target tokens of the global batch.
+        grad_norm: Global gradient norm before clipping.
+        group_grad_norms: The same for every parameter group.
+        step_applied: Whether the optimizer changed the weights.
+        bad_micro_batches: For each rank, its first micro-batch with a non-finite loss; None if all were finite.
+        forward_seconds: Per rank, the time of the forward passes of the step before.
+        data_seconds: Per rank, how long it waited for its batch.
+        memory_bytes: Per rank, the peak of allocated memory on a GPU, resident memory on a CPU.
+        stop_requested: Whether any rank was asked to stop.
+        qk_statistics: Statistics of query/key control by name, flattened; see `QueryKeyControl.statistics`.
+        qk_record: What the policy itself records of the step.
+        attention: The measurement of attention around the step, on the ranks that keep it, where one was due.
+        was_checked: Whether the anomaly policy saw the step before it was applied.
+        anomaly: What it found then.
     """
 
     loss: float
@@ -50,7 +57,8 @@ class StepReport:
     qk_statistics: dict[str, list[float]] = field(default_factory=dict)
     qk_record: dict[str, Any] = field(default_factory=dict)
     attention: AttentionReport | None = None
-    verdicts: tuple[Fault | None, ...] = ()
+    was_checked: bool = False
+    anomaly: Anomaly | None = None
 
     @property
     def bad_ranks(self) -> list[int]:
@@ -58,28 +66,40 @@ class StepReport:
         return [rank for rank, micro_batch in enumerate(self.bad_micro_batches) if micro_batch is not None]
 
 
+@dataclass(frozen=True)
+class StepValues:
+    """What one rank contributes to the report of a step.
+
+    Attributes:
+        host: The value of every host column.
+        device: The value of every device column, a tensor of one element; a missing `grad_norm` means `NO_NORM`.
+        squared_norms: Squared gradient norm of every parameter group as the optimizer saw it, on this rank.
+        statistics: Tensors that are the same on all ranks, by name.
+        qk_record, attention, was_checked, anomaly: See `StepReport`.
+    """
+
+    host: Mapping[str, float]
+    device: Mapping[str, Tensor]
+    squared_norms: Mapping[str, Tensor | float]
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    qk_record: dict[str, Any] = field(default_factory=dict)
+    attention: AttentionReport | None = None
+    was_checked: bool = False
+    anomaly: Anomaly | None = None
+
+
 class PendingReport:
     """The gathered rows of a step on their way to the host.
 
-    Attributes:
-        verdicts: see `StepReport`.
+    Args:
+        rows: One row for each rank, see `column_names`.
+        values: This rank's contribution.
+        is_replicated: Whether every rank holds whole gradients (ZeRO stage 0).
     """
 
-    def __init__(
-        self,
-        rows: Tensor,
-        group_names: list[str],
-        qk_widths: dict[str, int],
-        qk_record: dict[str, Any],
-        attention: AttentionReport | None,
-        replicated: bool,
-    ) -> None:
-        self.verdicts: list[Fault | None] = []
-        self._attention = attention
-        self._group_names = group_names
-        self._qk_widths = qk_widths
-        self._qk_record = qk_record
-        self._replicated = replicated
+    def __init__(self, rows: Tensor, values: StepValues, is_replicated: bool) -> None:
+        self._values = values
+        self._is_replicated = is_replicated
         self._event: torch.cuda.Event | None = None
         if rows.is_cuda:
             host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
@@ -90,39 +110,75 @@ class PendingReport:
         self._rows = rows
 
     def read(self) -> StepReport:
-        """Waits for the copy (done long ago when read one step late)."""
+        """Waits for the copy (which has finished long ago when the report is read one step later)."""
         if self._event is not None:
             self._event.synchronize()
-        rows = self._rows.tolist()
-        loss_sum, z_sum, num_targets, grad_norm, applied, stop, forward, data, memory, bad, *rest = zip(
-            *rows, strict=True
-        )
-        squares = rest[: len(self._group_names)]
-        qk_values = iter([column[0] for column in rest[len(self._group_names) :]])
-        targets = int(sum(num_targets))
-        copies = len(rows) if self._replicated else 1
-        clipped = [math.sqrt(sum(column) / copies) for column in squares]
-        total = math.sqrt(sum(norm**2 for norm in clipped))
-        # From stage 1 on, the optimizer sees clipped gradients, and DeepSpeed's norm is the one before clipping.
-        # Where it has none (-1), at stage 0, the squares are those before clipping.
-        global_norm = grad_norm[0] if grad_norm[0] >= 0 or math.isnan(grad_norm[0]) else total
-        unclip = global_norm / total if total > 0 else 1.0
-        if not math.isfinite(global_norm):
-            unclip = math.nan
+        columns = dict(zip(column_names(self._values), zip(*self._rows.tolist(), strict=True), strict=True))
+        num_targets = int(sum(columns["num_targets"]))
+        grad_norm, group_norms = self._norms(columns)
         return StepReport(
-            loss=sum(loss_sum) / max(targets, 1),
-            z_loss=sum(z_sum) / max(targets, 1),
-            num_targets=targets,
-            grad_norm=global_norm,
-            group_grad_norms={name: norm * unclip for name, norm in zip(self._group_names, clipped, strict=True)},
-            step_applied=all(applied),
-            bad_micro_batches=tuple(None if index < 0 else int(index) for index in bad),
-            forward_seconds=forward,
-            data_seconds=data,
-            memory_bytes=memory,
-            stop_requested=any(stop),
-            qk_statistics={name: list(islice(qk_values, width)) for name, width in self._qk_widths.items()},
-            qk_record=self._qk_record,
-            attention=self._attention,
-            verdicts=tuple(self.verdicts),
+            loss=sum(columns["loss_sum"]) / max(num_targets, 1),
+            z_loss=sum(columns["z_sum"]) / max(num_targets, 1),
+            num_targets=num_targets,
+            grad_norm=grad_norm,
+            group_grad_norms=group_norms,
+            step_applied=all(columns["is_applied"]),
+            bad_micro_batches=tuple(None if index < 0 else int(index) for index in columns["bad_micro_batch"]),
+            forward_seconds=columns["forward_seconds"],
+            data_seconds=columns["data_seconds"],
+            memory_bytes=columns["memory_bytes"],
+            stop_requested=any(columns["stop_requested"]),
+            qk_statistics={
+                name: [columns[f"{name}/{index}"][0] for index in range(values.numel())]
+                for name, values in self._values.statistics.items()
+            },
+            qk_record=self._values.qk_record,
+            attention=self._values.attention,
+            was_checked=self._values.was_checked,
+            anomaly=self._values.anomaly,
         )
+
+    def _norms(self, columns: Mapping[str, Sequence[float]]) -> tuple[float, dict[str, float]]:
+        """The global gradient norm, and that of every group, before clipping."""
+        copies = len(self._rows) if self._is_replicated else 1
+        groups = {name: math.sqrt(sum(columns[f"squared_norm/{name}"]) / copies) for name in self._values.squared_norms}
+        total = math.sqrt(sum(norm**2 for norm in groups.values()))
+        # From stage 1 on, the optimizer sees clipped gradients, and DeepSpeed's norm is the one before clipping.
+        # Where it has none, at stage 0, the squares are those before clipping.
+        reported = columns["grad_norm"][0]
+        grad_norm = reported if reported >= 0 or math.isnan(reported) else total
+        unclip = grad_norm / total if total > 0 else 1.0
+        if not math.isfinite(grad_norm):
+            unclip = math.nan
+        return grad_norm, {name: norm * unclip for name, norm in groups.items()}
+
+
+def column_names(values: StepValues) -> list[str]:
+    """The columns of a row, in their order; the same on all ranks."""
+    return [
+        *HOST_COLUMNS,
+        *DEVICE_COLUMNS,
+        *(f"squared_norm/{name}" for name in values.squared_norms),
+        *(f"{name}/{index}" for name, tensor in values.statistics.items() for index in range(tensor.numel())),
+    ]
+
+
+def gather_report(values: StepValues, device: torch.device, is_replicated: bool) -> PendingReport:
+    """Sends this rank's values to all ranks without waiting for the device. Collective."""
+    row = encode_row(values, device)
+    rows = row.new_empty(dist.get_world_size() * row.numel())
+    dist.all_gather_into_tensor(rows, row)
+    return PendingReport(rows.view(-1, row.numel()), values, is_replicated)
+
+
+def encode_row(values: StepValues, device: torch.device) -> Tensor:
+    """One rank's row (number of columns), fp64, on the device."""
+    on_device = {**values.device, **{f"squared_norm/{name}": value for name, value in values.squared_norms.items()}}
+    names = [*HOST_COLUMNS, *DEVICE_COLUMNS, *(f"squared_norm/{name}" for name in values.squared_norms)]
+    defaults = {**dict.fromkeys(names, 0.0), "grad_norm": NO_NORM, **values.host}
+    row = torch.tensor([defaults[name] for name in names], dtype=torch.float64, pin_memory=device.type == "cuda")
+    row = row.to(device, non_blocking=True)
+    for column, name in enumerate(names):
+        if name in on_device:
+            row[column] = on_device[name]
+    return torch.cat([row, *(tensor.flatten() for tensor in values.statistics.values())])

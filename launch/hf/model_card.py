@@ -186,7 +186,7 @@ def _training_rows(config: Config, state: TrainingState) -> Iterator[tuple[str, 
         "learning rate",
         f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} warm-up steps, minimum {optim.min_lr_ratio:g} of it",
     )
-    policy = control.policy if control.policy == "none" else f"{control.policy}, alpha {control.alpha:g}"
+    policy = f"{control.policy}, alpha {control.alpha:g}" if control.chosen.uses_alpha else control.policy
     if control.max_ratio is not None:
         policy += f", ratios up to {control.max_ratio:g}"
     if control.clip_threshold is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from configs.policies import ADAPTIVE, QUACK
 from configs.schema import Config
 from launch.attention_control.monitor import AttentionReport
 
@@ -18,6 +19,10 @@ HEAT_MAPS: dict[str, tuple[str, float | None, float | None]] = {
     "first_token_weight": ("weight of the first token", 0.0, None),
     "logit_change": ("mean |Δlogit| of a step", 0.0, None),
     "separability_16": ("N_s / N for N = 16", 0.0, 1.0),
+}
+POLICY_CHARTS = {
+    QUACK: {"query/key ratios": [r"qk_ratio/.*"]},
+    ADAPTIVE: {"alpha of each layer": [r"qk_adaptive_alpha/\d+"]},
 }
 SIGNIFICANT_DIGITS = 4  # of a single head's numbers in metrics.jsonl
 
@@ -34,10 +39,7 @@ def charts(config: Config) -> dict[str, list[str]]:
             "query/key update ratios": [r"update_ratio_.*"],
         }
     found["learning rates"] = [r"learning_rate/.*"]
-    if config.qk_control.policy == "quack":
-        found["query/key ratios"] = [r"qk_ratio/.*"]
-    if config.qk_control.policy == "adaptive":
-        found["alpha of each layer"] = [r"qk_adaptive_alpha/\d+"]
+    found |= POLICY_CHARTS.get(config.qk_control.chosen, {})
     return found | {"gradient norm": [r"gradient_norm/all"]}
 
 

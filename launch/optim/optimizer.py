@@ -11,7 +11,7 @@ from configs.schema import Config
 from launch.optim.muon import ADAMW, MUON, Block, MuonWithAdamW, split_into_blocks
 from launch.optim.schedule import learning_rate
 from model.parameters import ParameterSpec
-from model.stability.groups import GroupName, group_names, learning_rate_scale
+from model.stability.groups import GroupName, group_names
 
 
 def optimizer_groups(specs: Mapping[str, ParameterSpec], config: Config) -> dict[GroupName, list[str]]:
@@ -73,6 +73,7 @@ def group_rates(step: int, config: Config, groups: Iterable[GroupName]) -> dict[
         for algorithm, peak in peaks.items()
     }
     return {
-        group.value: base[group_algorithm(group, config)] * learning_rate_scale(control.policy, control.alpha, group)
+        group.value: base[group_algorithm(group, config)]
+        * control.chosen.learning_rate_scale(control.alpha, group.is_query_key)
         for group in groups
     }

@@ -250,7 +250,7 @@ class _Planner:
         else:
             gradients, flattened = 4.0 * P / R, 0.0 if self.is_bf16 else 4.0 * largest_group / R
         kept = 0.0
-        if self.config.qk_control.policy in ("quack", "adaptive") or self.config.monitor.every_steps is not None:
+        if self.config.qk_control.chosen.scales_steps or self.config.monitor.every_steps is not None:
             kept = 4.0 * self.sizes.num_query_key / share  # the query/key masters before the step
         standing = self._standing_bucket() if self.stage == 3 else 0.0
         return {"gradients": gradients, "buffers": flattened + kept + standing + self._muon_copies()}

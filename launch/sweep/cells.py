@@ -122,7 +122,7 @@ def check_cells(sweep: Sweep, cells: Sequence[Cell], with_data: bool = True) -> 
                 found.setdefault(problem, []).append(cell)
             continue
         configs.append(config)
-        if cell.is_pilot and config.qk_control.policy == "none":
+        if cell.is_pilot and not config.qk_control.chosen.uses_alpha:
             problem = "has no query/key policy, so a pilot has no alpha to choose"
             found.setdefault(problem, []).append(cell)
         if not config.data.val_sources:

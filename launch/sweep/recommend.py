@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from configs.schema import QkControlConfig
 from launch.sweep.cells import Cell, cell_config
 from launch.sweep.measures import ArmMeasures, GridMeasures
 from launch.sweep.spec import Sweep, flatten
@@ -16,7 +17,7 @@ from launch.sweep.words import compare
 def recommend(sweep: Sweep, grid: GridMeasures) -> str:
     """The advice of one grid: the query/key policy with the lowest best loss at its best rate, in words and as YAML."""
     candidates = [
-        arm for arm in grid.others if arm.usable_range is not None and _control(sweep, grid, arm)["policy"] != "none"
+        arm for arm in grid.others if arm.usable_range is not None and _section(sweep, grid, arm).chosen.uses_alpha
     ]
     if not candidates:
         return (
@@ -41,9 +42,12 @@ def recommend(sweep: Sweep, grid: GridMeasures) -> str:
 
 def _control(sweep: Sweep, grid: GridMeasures, arm: ArmMeasures) -> dict[str, Any]:
     """The arm's `qk_control`, as far as a policy and its alpha go, with what else is not a default."""
-    cell = Cell(grid.name, arm.arm, grid.rates[0], grid.seeds[0], arm.alpha)
-    section = cell_config(sweep, cell).qk_control
+    section = _section(sweep, grid, arm)
     return {"policy": section.policy, "alpha": section.alpha} | section.model_dump(mode="json", exclude_unset=True)
+
+
+def _section(sweep: Sweep, grid: GridMeasures, arm: ArmMeasures) -> QkControlConfig:
+    return cell_config(sweep, Cell(grid.name, arm.arm, grid.rates[0], grid.seeds[0], arm.alpha)).qk_control
 
 
 def _as_tree(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def read_runs(sweep: Sweep, cells: Iterable[Cell]) -> list[Run]:
 
 def _alpha(folder: Path) -> float | None:
     control = load_config(folder / "config.yaml").qk_control
-    return None if control.policy == "none" else control.alpha
+    return control.alpha if control.chosen.uses_alpha else None
 
 
 def _number(value: float | None) -> float:

@@ -13,7 +13,7 @@ from launch.checkpoint.files import TrainingState
 from launch.checkpoint.retention import prune_checkpoints
 from launch.checkpoint.save import optimizer_scalars, optimizer_tensor_kinds, save_checkpoint
 from launch.distributed.collective import on_main_rank
-from launch.engine.anomalies import Fault, StepJudge
+from launch.engine.anomalies import Anomaly, AnomalyPolicy
 from launch.engine.engine import Engine
 from launch.engine.step_report import PendingReport, StepReport
 from launch.engine.timing import Interval
@@ -94,8 +94,8 @@ class Trainer:
         self._consumed_samples = state.consumed_samples if state else 0
         self._loss = state.loss if state else math.nan
         self._val_losses = dict(state.val_losses) if state else {}
-        self._judge = StepJudge(config.train)
-        self._judge.load_state(state.step_figures if state else {})
+        self._anomalies = AnomalyPolicy(config.train)
+        self._anomalies.load_state(state.step_figures if state else {})
         self._num_skips = 0
         self._num_failed_saves = 0
 
@@ -134,8 +134,8 @@ class Trainer:
                 batch = next(loader)
                 data_seconds = time.perf_counter() - wait_start
                 rates = group_rates(step, self._config, self._engine.groups)
-                judge = self._judge.judge if self._judge.may_skip else None
-                report = self._engine.train_step(step, batch, rates, data_seconds, self._stop.is_set, judge)
+                check = self._anomalies.check if self._anomalies.may_skip else None
+                report = self._engine.train_step(step, batch, rates, data_seconds, self._stop.is_set, check)
                 interval.stop()
                 profiler.after_step(step)
                 self._consumed_samples += self._geometry.samples_per_step
@@ -178,10 +178,10 @@ class Trainer:
         """Reads a step's report, checks it, validates if due, and records it. Returns whether to stop."""
         report = pending.report.read()
         self._watchdog.step_finished(pending.step)
-        fault = self._find_fault(report)
-        if fault is not None:
+        anomaly = self._find_anomaly(report)
+        if anomaly is not None:
             with self._watchdog.slow_work():
-                self._respond(fault, pending, report)
+                self._respond(anomaly, pending, report)
         self._num_skips = 0 if report.step_applied else self._num_skips + 1
         record = step_record(
             pending.step,
@@ -202,14 +202,14 @@ class Trainer:
         recorder.write(record, report)
         return report.stop_requested
 
-    def _find_fault(self, report: StepReport) -> Fault | None:
-        if report.verdicts:
-            return report.verdicts[0]
-        if not report.step_applied:  # DeepSpeed has dropped it, for its gradients
-            return self._judge.nonfinite()
-        return self._judge.judge(report.loss, report.grad_norm)
+    def _find_anomaly(self, report: StepReport) -> Anomaly | None:
+        if report.was_checked:
+            return report.anomaly
+        if not report.step_applied:  # DeepSpeed dropped it because of its gradients
+            return self._anomalies.nonfinite()
+        return self._anomalies.check(report.loss, report.grad_norm)
 
-    def _respond(self, fault: Fault, pending: _PendingStep, report: StepReport) -> None:
+    def _respond(self, anomaly: Anomaly, pending: _PendingStep, report: StepReport) -> None:
         """Says what is wrong and with which samples, and does what is configured. Collective.
 
         Raises:
@@ -221,13 +221,13 @@ class Trainer:
         samples = [first_sample + slot for slot in suspicious_samples(report.bad_micro_batches, self._geometry)]
         records = locate_samples(self._data, samples, sequence_length(self._config))
         trained_on = on_main_rank(lambda: report_samples(self._folder, pending.step, records))
-        text = f"{_describe(fault, report, pending.step)}; {trained_on}"
-        if fault.action == "stop":
+        text = f"{_describe(anomaly, report, pending.step)}; {trained_on}"
+        if anomaly.action == "stop":
             raise SharedError(f"{text}; {self._last_good()}")
-        if fault.action == "skip" and self._num_skips == self._config.train.max_skips:
+        if anomaly.action == "skip" and self._num_skips == self._config.train.max_skips:
             raise SharedError(f"{text}; {self._num_skips} steps before it were skipped already (train.max_skips)")
-        log.warning("%s%s", text, "; the step is skipped" if fault.action == "skip" else "")
-        if fault.action == "rollback":
+        log.warning("%s%s", text, "; the step is skipped" if anomaly.action == "skip" else "")
+        if anomaly.action == "rollback":
             raise _GoBack(pending, text)
 
     def _validate(self) -> dict[str, float]:
@@ -292,14 +292,14 @@ class Trainer:
             tokenizer_file=None if tokenizer is None else f"tokenizer{tokenizer.suffix}",
             loss=self._loss,
             val_losses=self._val_losses,
-            step_figures=self._judge.state(),
+            step_figures=self._anomalies.state(),
             skipped_samples=[list(edges) for edges in self._data.order.skipped.ranges],
         )
 
 
-def _describe(fault: Fault, report: StepReport, step: int) -> str:
-    if fault.spike is not None:
-        return f"spike at step {step}: {fault.spike}"
+def _describe(anomaly: Anomaly, report: StepReport, step: int) -> str:
+    if anomaly.spike is not None:
+        return f"spike at step {step}: {anomaly.spike}"
     if report.bad_ranks:
         return f"non-finite loss at step {step} on rank {', '.join(map(str, report.bad_ranks))}"
     return f"non-finite gradients at step {step} (the loss was {report.loss:.4f})"

@@ -58,21 +58,3 @@ def group_names(specs: Mapping[str, ParameterSpec], separate_head: bool = False)
     for name, spec in specs.items():
         members[group_of(spec, separate_head)].append(name)
     return {group: names for group, names in members.items() if names}
-
-
-def learning_rate_scale(policy: str, alpha: float, group: GroupName) -> float:
-    """The factor between the base learning rate and a group's (Anson & Aitchison, arXiv 2511.21377).
-
-    Args:
-        policy: `none` (1 for every group), `constant`, `quack` or `adaptive` (alpha for the query/key groups).
-        alpha: the factor of the query/key learning rate; `none` ignores it.
-        group: the optimizer group.
-
-    Raises:
-        ValueError: the policy is unknown.
-    """
-    if policy == "none":
-        return 1.0
-    if policy in ("constant", "quack", "adaptive"):
-        return alpha if group.is_query_key else 1.0
-    raise ValueError(f"qk_control.policy is {policy!r}; expected none, constant, quack or adaptive")

@@ -34,7 +34,8 @@ from launch.checkpoint.restore import restore
 from launch.checkpoint.save import save_checkpoint
 from launch.distributed.process_group import start_distributed
 from launch.distributed.topology import detect_topology
-from launch.engine.engine import Engine, build_model
+from launch.engine.build import build_model
+from launch.engine.engine import Engine
 from launch.run_folder.observe import read_records
 from launch.training.data import batch_geometry, open_data
 from tests.benchmarks.common import add_shape_arguments, print_table

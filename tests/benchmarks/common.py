@@ -16,7 +16,8 @@ from configs.schema import Config, ModelConfig, resolve_model
 from data.indexed import IndexedShardWriter, token_dtype
 from data.loader import StepBatch
 from launch.distributed.topology import Topology
-from launch.engine.engine import Engine, build_model
+from launch.engine.build import build_model
+from launch.engine.engine import Engine
 from launch.engine.step_report import PendingReport, StepReport
 from launch.optim.optimizer import build_optimizer, group_rates
 from launch.training.data import TrainingData, batch_geometry, probe_batch, training_batches

@@ -28,8 +28,9 @@ from configs.schema import Config
 from data.loader import MicroBatch, StepBatch
 from launch.distributed.process_group import leave, start_distributed
 from launch.distributed.topology import Topology, detect_topology
+from launch.engine.build import build_model
 from launch.engine.deepspeed_config import accumulation_steps
-from launch.engine.engine import Engine, build_model
+from launch.engine.engine import Engine
 from launch.optim.optimizer import group_rates
 
 NUM_STEPS = 3

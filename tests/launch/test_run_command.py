@@ -237,9 +237,7 @@ def test_a_restart_goes_on_from_what_was_saved_since(tmp_path: Path) -> None:
     for name in ("step_00000010", "step_00000020", "step_00000030.partial", "step_00000040.superseded"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert newest_checkpoint(tmp_path / "checkpoints") == (20, tmp_path / "checkpoints/step_00000020")
-    assert (
-        restarted(launch, RunFolder(tmp_path), begin=time.time() + 100) == launch
-    )  # older than this
+    assert restarted(launch, RunFolder(tmp_path), begin=time.time() + 100) == launch  # older than this
     resumed = restarted(launch, RunFolder(tmp_path), begin=0.0)
     assert resumed.arguments == ("a.yaml", "run.resume=never", "run.resume=auto")
     assert restarted(resumed, RunFolder(tmp_path), begin=0.0) == resumed

@@ -25,8 +25,8 @@ from configs.load import load_config
 from data.loader import MicroBatch
 from launch.distributed.process_group import leave, start_distributed
 from launch.distributed.topology import detect_topology
+from launch.engine import engine as engine_module
 from launch.engine.engine import Engine
-from launch.engine.engine import engine as engine_module
 from launch.process.logs import start_screen_log
 from tests.conftest import POISON
 from train import run

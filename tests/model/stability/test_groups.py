@@ -1,7 +1,8 @@
 import pytest
 
+from configs.policies import POLICIES
 from model.parameters import Kind, ParameterSpec, collect_specs
-from model.stability.groups import GroupName, group_names, group_of, learning_rate_scale
+from model.stability.groups import GroupName, group_names, group_of
 
 
 def test_groups_partition_the_parameters(make_model):
@@ -57,9 +58,11 @@ def test_group_of_gains_exists_only_with_query_key_norms(make_model):
     assert group_of(ParameterSpec(Kind.QK_NORM_GAIN)) is GroupName.QUERY_KEY_NO_DECAY
 
 
-@pytest.mark.parametrize(("policy", "query_key_scale"), [("none", 1.0), ("constant", 0.1)])
+@pytest.mark.parametrize(
+    ("policy", "query_key_scale"), [("none", 1.0), ("constant", 0.1), ("quack", 0.1), ("adaptive", 0.1)]
+)
 def test_learning_rate_scale(policy, query_key_scale):
-    scales = {group: learning_rate_scale(policy, 0.1, group) for group in GroupName}
+    scales = {group: POLICIES[policy].learning_rate_scale(0.1, group.is_query_key) for group in GroupName}
     assert scales == {
         GroupName.QUERY_KEY: query_key_scale,
         GroupName.QUERY_KEY_NO_DECAY: query_key_scale,
@@ -67,8 +70,3 @@ def test_learning_rate_scale(policy, query_key_scale):
         GroupName.NO_DECAY: 1.0,
         GroupName.HEAD: 1.0,
     }
-
-
-def test_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="'quak'"):
-        learning_rate_scale("quak", 0.1, GroupName.DECAY)
