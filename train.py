@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -29,15 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_main = rank_text(os.environ) == "0"
     try:
         config = load_config(options.config, options.overrides)
-        if options.dry_run:
-            from launch.planning.plan import print_plan
+        if options.dry_run or options.plan:
+            from launch.planning.plan import print_fit, print_plan
 
-            print_plan(config, options.gpu_memory)
-            return EXIT_DONE
-        if options.plan:
-            from launch.planning.plan import print_fit
-
-            print_fit(config, options.gpus, options.gpu_memory)
+            if options.dry_run:
+                print_plan(config, options.gpu_memory)
+            else:
+                print_fit(config, options.gpus, options.gpu_memory)
             return EXIT_DONE
         train(config, detect_topology(os.environ, options.local_rank))
     except ConfigError as error:
@@ -102,7 +101,7 @@ def run(config: Config, topology: Topology, device: torch.device, stop: StopRequ
     from launch.process.logs import start_file_log
     from launch.process.watchdog import Watchdog, stacks_file
     from launch.run_folder.folder import RunFolder
-    from launch.run_folder.lock import FolderLock, released_at_end
+    from launch.run_folder.lock import FolderLock
     from launch.training.data import batch_geometry, open_data, probe_batch
     from launch.training.resume import check_folder, choose_start, is_finished
     from launch.training.rollback import Rollback, roll_back
@@ -111,10 +110,9 @@ def run(config: Config, topology: Topology, device: torch.device, stop: StopRequ
 
     data, config = on_all_ranks(lambda: open_data(config))
     folder = RunFolder.of(config)
-    lock = FolderLock(folder)
     stop = stop or StopRequest(config.train.max_seconds)
     watchdog = Watchdog(config.watchdog, stacks_file(folder.path, topology.rank), topology.rank)
-    with released_at_end(lock), watchdog:
+    with closing(FolderLock(folder)) as lock, watchdog:
         on_main_rank(lock.acquire)
         on_main_rank(lambda: check_folder(folder, config))
         start_file_log(folder.log(topology.rank))
@@ -141,8 +139,8 @@ def run(config: Config, topology: Topology, device: torch.device, stop: StopRequ
 def fail(exit_code: int, message: str, when: bool = True) -> int:
     """Reports an error, on the screen with one line for each problem, and returns the exit code."""
     report_outcome(RankOutcome(exit_code, message))
-    lines = message.splitlines()
     if when:
+        lines = message.splitlines()
         text = message if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems", *lines])
         print(f"error: {text}", file=sys.stderr, flush=True)
     return exit_code

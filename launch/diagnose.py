@@ -8,33 +8,19 @@ arXiv 2508.17821. DIR gets tables (CSV), figures (PNG) and report.md / report.ht
 from __future__ import annotations
 
 import argparse
-import csv
-import re
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from launch.errors import RunError
-from launch.hf.folder import new_folder, run_command
-
-if TYPE_CHECKING:
-    import torch
-
-    from launch.diagnosis.sources import AttentionSource, ModelShape
-
-LENGTHS = (32, 64, 128, 256, 512, 1024)
-SET_SIZES = (1, 5, 10, 20, 100)
-TEMPERATURES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-EPSILONS = (1e-3, 1e-1, 10.0)
-KEYS = ("layer", "head", "L", "N", "temperature", "epsilon")  # what tells the rows of a table apart
-Tables = dict[str, list[dict[str, Any]]]
+from launch.cli import run_command
+from launch.diagnosis import LENGTHS, SET_SIZES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     options = parse_arguments(arguments)
+    from launch.diagnosis.analysis import diagnose  # imports torch
+
     return run_command(lambda: diagnose(options))
 
 
@@ -55,204 +41,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--random-sets", type=int, default=16, help="random sets of each query (default: 16)")
     parser.add_argument("--seed", type=int, default=0, help="of the random sets and directions (default: 0)")
     return parser.parse_args(arguments)
-
-
-def parse_numbers(option: str, text: str | None) -> list[int] | None:
-    """`0,3,8-11` as numbers, sorted, each once; None stays None.
-
-    Raises:
-        RunError: it is something else, or names nothing.
-    """
-    if text is None:
-        return None
-    numbers: set[int] = set()
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
-        if found is None or int(found[2] or found[1]) < int(found[1]):
-            raise RunError(f"{option} {text!r}: expected numbers and ranges such as 0,3,8-11")
-        numbers.update(range(int(found[1]), int(found[2] or found[1]) + 1))
-    return sorted(numbers)
-
-
-def diagnose(options: argparse.Namespace) -> None:
-    """Runs the analyses and writes the folder.
-
-    Raises:
-        RunError, ValueError, OSError: a fault in the model, the text or an option.
-    """
-    from launch.diagnosis.report import write_report
-    from launch.diagnosis.sources import open_source
-
-    if not 0 <= options.seed < 2**63:
-        raise RunError(f"--seed: {options.seed} is not between 0 and 2^63 - 1")
-    if options.max_queries < 1 or options.random_sets < 1:
-        raise RunError("--max-queries and --random-sets are at least 1")
-    wanted = {
-        name: parse_numbers(f"--{name.replace('_', '-')}", getattr(options, name))
-        for name in ("layers", "heads", "lengths", "set_sizes")
-    }
-    try:
-        text = options.text.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise RunError(f"--text {options.text}: is not UTF-8 at byte {error.start}") from None
-    except OSError as error:
-        raise RunError(f"--text {options.text}: {error.strerror}") from None
-    source = open_source(options.model, options.tokenizer)
-    lengths = choose_lengths(wanted["lengths"], source.shape)
-    layers = _choose("--layers", wanted["layers"], source.shape.num_layers)
-    heads = _choose("--heads", wanted["heads"], source.shape.num_heads)
-    set_sizes = wanted["set_sizes"] or list(SET_SIZES)
-    for size in wanted["set_sizes"] or ():
-        if not 1 <= size < max(lengths):
-            raise RunError(
-                f"--set-sizes: {size} is not between 1 and {max(lengths) - 1}, one less than the longest length"
-            )
-    tokens = source.encode(text)
-    if tokens and max(tokens) >= source.shape.vocab_size:
-        raise RunError(
-            f"the tokenizer's id {max(tokens)} is beyond the model's {source.shape.vocab_size}; name the model's own "
-            "tokenizer with --tokenizer"
-        )
-    windows = cut_windows(tokens, max(lengths), options.max_queries, options.text)
-    with new_folder(options.output) as folder:
-        tables = measure(source, windows, lengths, layers, heads, set_sizes, options)
-        for name, rows in tables.items():
-            write_csv(folder / f"{name}.csv", rows)
-        write_report(folder, source.shape, tables, options.text.name, len(windows))
-    print(f"{options.output / 'report.html'}")
-
-
-def choose_lengths(wanted: Sequence[int] | None, shape: ModelShape) -> list[int]:
-    """The lengths to analyse, ascending: the default ones that the model's context holds, or those that were asked for.
-
-    Raises:
-        RunError: one is out of range.
-    """
-    if wanted is None:
-        fitting = [length for length in LENGTHS if length <= shape.max_seq_len]
-        return fitting or [shape.max_seq_len]
-    for length in wanted:
-        if not 2 <= length <= shape.max_seq_len:
-            raise RunError(f"--lengths: {length} is not between 2 and the model's context of {shape.max_seq_len}")
-    return list(wanted)
-
-
-def _choose(option: str, wanted: Sequence[int] | None, count: int) -> list[int]:
-    if wanted is None:
-        return list(range(count))
-    if wanted[-1] >= count:
-        raise RunError(f"{option}: {wanted[-1]} does not exist; the model has 0 to {count - 1}")
-    return list(wanted)
-
-
-def cut_windows(tokens: Sequence[int], length: int, count: int, text: Path) -> list[list[int]]:
-    """At most `count` evenly spaced windows that do not overlap.
-
-    Raises:
-        RunError: the text is shorter than one.
-    """
-    if len(tokens) < length:
-        raise RunError(f"--text {text}: has {len(tokens)} tokens; the largest length needs {length} (--lengths)")
-    count = min(count, len(tokens) // length)
-    spacing = len(tokens) // count
-    return [list(tokens[index * spacing : index * spacing + length]) for index in range(count)]
-
-
-def measure(
-    source: AttentionSource,
-    windows: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    layers: Sequence[int],
-    heads: Sequence[int],
-    set_sizes: Sequence[int],
-    options: argparse.Namespace,
-) -> Tables:
-    """All tables, as means over the windows."""
-    import torch
-    from tqdm import tqdm
-
-    generator = torch.Generator().manual_seed(options.seed)
-    positions_Q = torch.tensor([length - 1 for length in lengths])
-    sums: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = defaultdict(dict)
-    total = len(windows) * len(layers)
-    with tqdm(total=total, unit="layer", disable=not sys.stderr.isatty(), dynamic_ncols=True) as bar:
-        for number, window in enumerate(windows):
-            for layer, attention in source.layers(torch.tensor(window), positions_Q):
-                if layer in layers:
-                    part = select_heads(attention, heads)
-                    for name, rows in analyse(part, set_sizes, lengths, options.random_sets, generator).items():
-                        _add(sums[name], rows, layer, heads, 1 / len(windows))
-                    bar.update()
-            if bar.disable:
-                print(f"window {number + 1} of {len(windows)}", file=sys.stderr, flush=True)
-    return {name: list(rows.values()) for name, rows in sums.items()}
-
-
-def select_heads(attention: Any, heads: Sequence[int]) -> Any:
-    """The same with some of the heads."""
-    from model.diagnostics.weights import SampledAttention
-
-    return SampledAttention(
-        attention.positions_Q,
-        attention.logits_BHQT[:, heads],
-        attention.weights_BHQT[:, heads],
-        attention.values_BHTV[:, heads],
-    )
-
-
-def analyse(
-    attention: Any,
-    set_sizes: Sequence[int],
-    lengths: Sequence[int],
-    num_random_sets: int,
-    generator: torch.Generator,
-) -> dict[str, list[dict[str, Any]]]:
-    """The rows of one layer and window, by table."""
-    from model.diagnostics import analysis
-
-    grid = fine_sizes(max(lengths))
-    return {
-        "distance": list(analysis.distance_rows(attention, set_sizes, num_random_sets, generator)),
-        "separability": list(analysis.separability_rows(attention, set_sizes)),
-        "critical": list(analysis.critical_distances(attention, grid, num_random_sets, generator)),
-        "weights": list(analysis.weight_rows(attention)),
-        "sensitivity": list(analysis.sensitivity_rows(attention, TEMPERATURES, EPSILONS, generator)),
-    }
-
-
-def fine_sizes(length: int) -> list[int]:
-    """About 20 sizes from 1 to half the length, each about a third larger than the one before."""
-    sizes = {1}
-    size = 1.0
-    while size < length / 2:
-        sizes.add(round(size))
-        size *= 1.35
-    return sorted(sizes)
-
-
-def _add(
-    table: dict[tuple[Any, ...], dict[str, Any]],
-    rows: Sequence[dict[str, Any]],
-    layer: int,
-    heads: Sequence[int],
-    share: float,
-) -> None:
-    """Adds a window's rows to the table of means."""
-    for row in rows:
-        full = {"layer": layer, **row, "head": heads[row["head"]]}
-        key = tuple(full.get(name) for name in KEYS)
-        known = table.setdefault(key, {name: value if name in KEYS else 0.0 for name, value in full.items()})
-        for name, value in full.items():
-            if name not in KEYS:
-                known[name] += share * value
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """One line a row, with a header."""
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import json
-import math
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from launch.hf.folder import new_folder, parse_bytes, run_command
-
-if TYPE_CHECKING:
-    from data.tokenizer import Tokenizer
-    from launch.hf.masters import Masters
-
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_VALUE_BYTES = {"bf16": 2, "fp32": 4}
-# Beyond this, ids without a token are left to the caller: the list in generation_config.json would be long.
-_MAX_SUPPRESSED = 1024
-_INDENT = 2
+from launch.cli import byte_size_argument, run_command
+from launch.hf import DTYPES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     options = parse_arguments(arguments)
+    from launch.hf.export import export  # imports torch
+
     return run_command(lambda: export(options.checkpoint, options.out, options.dtype, options.max_shard_size))
 
 
@@ -38,136 +26,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="type of the weights (default: bf16)")
     parser.add_argument(
-        "--max-shard-size", type=_shard_size, default="5GB", metavar="SIZE", help="of one file (default: 5GB)"
+        "--max-shard-size", type=byte_size_argument, default="5GB", metavar="SIZE", help="of one file (default: 5GB)"
     )
     return parser.parse_args(arguments)
-
-
-def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_bytes: int = 5 * 10**9) -> None:
-    """Writes the folder OUT from a checkpoint of any ZeRO stage and number of ranks.
-
-    No GPU, and no more than a few tensors of one layer are in memory at a time.
-
-    Args:
-        checkpoint: one checkpoint, or a run's folder (its newest checkpoint).
-        dtype: `bf16` or `fp32`.
-        max_shard_bytes: largest weight file; a tensor that is larger has a file of its own.
-
-    Raises:
-        RunError, ConfigError, OSError: a fault in the checkpoint or in OUT; OUT is not there then.
-    """
-    from launch.hf.architecture import OWN, choose_architecture, to_hf_config
-    from launch.hf.masters import Masters
-    from launch.hf.model_card import write_model_card
-    from launch.inference.load_model import end_of_document_id
-
-    with new_folder(out) as folder, Masters(checkpoint) as masters:
-        model = masters.config.model
-        tokenizer = _find_tokenizer(masters)
-        eod_id = end_of_document_id(masters.config, tokenizer)
-        _write_weights(folder, masters, dtype, max_shard_bytes)
-        _write_json(folder / "config.json", to_hf_config(model, DTYPES[dtype], eod_id))
-        vocab_size = None if tokenizer is None else tokenizer.vocab_size
-        assert model.vocab_size is not None
-        _write_json(folder / "generation_config.json", generation_config(eod_id, vocab_size, model.vocab_size))
-        if choose_architecture(model) == OWN:
-            shutil.copyfile(Path(__file__).parent / "hf" / "modeling_steadyhead.py", folder / "modeling_steadyhead.py")
-        remarks = _write_tokenizer(folder, masters, tokenizer, eod_id)
-        write_model_card(folder, masters.checkpoint, masters.config, masters.state, masters.shapes, dtype, remarks)
-    for remark in remarks:
-        print(f"note: {remark}", file=sys.stderr)
-    print(f"{out}: {choose_architecture(model)}, {dtype}")
-
-
-def plan_shards(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:
-    """Indices of consecutive tensors for each file, as many as fit; each file has at least one."""
-    shards: list[list[int]] = []
-    room = 0
-    for index, size in enumerate(sizes):
-        if not shards or size > room:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(index)
-        room -= size
-    return shards
-
-
-def generation_config(eod_id: int | None, num_token_ids: int | None, vocab_size: int) -> dict[str, Any]:
-    """The content of generation_config.json: greedy, and never a row of the embedding without a token."""
-    config: dict[str, Any] = {"do_sample": False}
-    if eod_id is not None:
-        config |= {"bos_token_id": eod_id, "eos_token_id": eod_id, "pad_token_id": eod_id}
-    if num_token_ids is not None and 0 < vocab_size - num_token_ids <= _MAX_SUPPRESSED:
-        config["suppress_tokens"] = list(range(num_token_ids, vocab_size))
-    return config
-
-
-def _write_weights(folder: Path, masters: Masters, dtype: str, max_shard_bytes: int) -> None:
-    """The shards, and their index."""
-    import torch
-
-    from data.command_line import Progress
-    from launch.checkpoint.safetensors_stream import StreamedTensor, write_safetensors
-    from launch.hf.architecture import choose_architecture
-    from launch.hf.layouts import rules
-
-    table = rules(choose_architecture(masters.config.model), masters.config.model)
-    sizes = [_VALUE_BYTES[dtype] * math.prod(rule.shape(masters.shapes)) for rule in table]
-    shards = [[table[index] for index in shard] for shard in plan_shards(sizes, max_shard_bytes)]
-    file_by_tensor = {}
-    done_bytes = 0
-    with Progress("weights", sum(sizes)) as progress:
-
-        def advance(num_bytes: int) -> None:
-            nonlocal done_bytes
-            done_bytes += num_bytes
-            progress.update(done_bytes)
-
-        for number, shard in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            file_by_tensor.update({rule.name: name for rule in shard})
-            tensors = [
-                StreamedTensor(
-                    rule.name,
-                    rule.shape(masters.shapes),
-                    getattr(torch, DTYPES[dtype]),
-                    functools.partial(masters.read, rule),
-                )
-                for rule in shard
-            ]
-            write_safetensors(folder / name, tensors, {"format": "pt"}, advance)
-    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": file_by_tensor}
-    _write_json(folder / "model.safetensors.index.json", index)
-
-
-def _find_tokenizer(masters: Masters) -> Tokenizer | None:
-    from data.tokenizer import Tokenizer
-
-    name = masters.state.tokenizer_file
-    return None if name is None else Tokenizer.load(masters.checkpoint / name)
-
-
-def _write_tokenizer(folder: Path, masters: Masters, tokenizer: Tokenizer | None, eod_id: int | None) -> list[str]:
-    """Writes the tokenizer's files. Returns remarks for the user."""
-    from launch.hf.tokenizer import export_tokenizer
-
-    if tokenizer is None:
-        return ["the checkpoint has no tokenizer (its data had none), so the folder has none either"]
-    exported = export_tokenizer(tokenizer, eod_id, masters.config.model.max_seq_len)
-    for name, content in exported.files.items():
-        (folder / name).write_bytes(content)
-    return exported.remarks
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=_INDENT, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _shard_size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

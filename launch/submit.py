@@ -1,4 +1,4 @@
-"""Renders a SLURM job for a run, from launch/templates/slurm.sh, and submits it.
+"""Renders a SLURM job for a run, from launch/slurm/job.sh, and submits it.
 
 The job asks the run to stop before its time limit, and queues itself again after the checkpoint until the run is
 finished. Exit codes: 0 submitted (or printed), 1 refused by SLURM, 2 wrong usage.
@@ -7,54 +7,16 @@ finished. Exit codes: 0 submitted (or printed), 1 refused by SLURM, 2 wrong usag
 from __future__ import annotations
 
 import argparse
-import operator
-import re
-import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from configs.errors import ConfigError
-from configs.load import load_config
-from configs.resume import allows_repeated_starts
-from configs.schema import Config
-from launch import PROJECT_ROOT
-from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE
-from launch.run import add_run_arguments
+from launch.cli import add_run_arguments, print_problems
+from launch.errors import EXIT_DONE, EXIT_USAGE
+from launch.slurm.job import read_job, render, submit
 
 STOP_SECONDS = 300
-_TEMPLATE = Path(__file__).parent / "templates" / "slurm.sh"
-_PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
-# SLURM's: minutes, minutes:seconds, hours:minutes:seconds, and the same three after days- with hours first.
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to ask SLURM for.
-
-    Attributes:
-        nodes: number of nodes.
-        ranks_per_node: tasks on each; with `gpus` each has a GPU of its own.
-        time: limit, as SLURM writes it.
-        stop_seconds: how long before the limit the run is asked to stop.
-        directives: more options of sbatch, without their dashes.
-        environment: variables of the tasks.
-        srun_options: more options of srun, e.g. its container's.
-        python: the interpreter of the tasks.
-    """
-
-    nodes: int
-    ranks_per_node: int
-    time: str
-    stop_seconds: int
-    directives: tuple[str, ...]
-    environment: tuple[tuple[str, str], ...]
-    srun_options: tuple[str, ...]
-    python: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,8 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config, job = read_job(options)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+        print_problems(error)
         return EXIT_USAGE
     script = render(job, config, (options.config, *options.overrides), Path.cwd())
     if options.print:
@@ -103,169 +64,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--print", action="store_true", help="show the job's script instead of submitting it")
     return parser.parse_intermixed_args(arguments)
-
-
-def read_job(options: argparse.Namespace) -> tuple[Config, Job]:
-    """The run and its job.
-
-    Raises:
-        ConfigError: with every problem of the command line, the configuration and this machine.
-    """
-    problems: list[str] = []
-    config = None
-    try:
-        config = load_config(options.config, options.overrides)
-    except ConfigError as error:
-        problems += error.problems
-    if config is not None and not allows_repeated_starts(config.run.resume):
-        problems.append(
-            f"run.resume: {config.run.resume!r} is not allowed in a job that is queued again after each checkpoint; "
-            "expected 'auto' (run.init_from starts a new run from another one's weights)"
-        )
-    gpus, ranks = options.gpus_per_node, options.ranks_per_node
-    if (gpus is None) == (ranks is None):
-        problems.append("--gpus-per-node, --ranks-per-node: expected one of the two (the second is for CPU)")
-    nodes = _positive("--nodes", options.nodes, problems)
-    ranks_per_node = _positive(
-        "--gpus-per-node" if ranks is None else "--ranks-per-node", gpus if ranks is None else ranks, problems
-    )
-    stop_seconds = _positive("--stop-seconds", options.stop_seconds, problems)
-    cpus_per_rank = _positive("--cpus-per-rank", options.cpus_per_rank, problems)
-    _check_time(options.time, stop_seconds, problems)
-    environment = _read_environment(options.env, problems)
-    if ranks is not None:
-        environment.setdefault("DS_ACCELERATOR", "cpu")
-    for name in ("partition", "account", "container", "container_mounts", "python"):
-        if getattr(options, name) == "":  # a shell's variable that is not set
-            problems.append(f"--{name.replace('_', '-')}: is empty; name one, or leave the option out")
-    directives = [f"gpus-per-node={gpus}"] if gpus is not None else []
-    if cpus_per_rank is not None:
-        directives.append(f"cpus-per-task={cpus_per_rank}")
-        environment = {"SRUN_CPUS_PER_TASK": str(cpus_per_rank), "OMP_NUM_THREADS": str(cpus_per_rank), **environment}
-    directives += [
-        f"{name}={value}" for name in ("partition", "account") if (value := getattr(options, name)) is not None
-    ]
-    directives += [option.removeprefix("--") for option in options.sbatch]
-    problems += [
-        f"{option!r}: options of sbatch and of the container must be one line each"
-        for option in (*directives, options.container or "", options.container_mounts or "")
-        if "\n" in option
-    ]
-    if options.container_mounts is not None and options.container is None:
-        problems.append(f"--container-mounts {options.container_mounts}: is only of use with --container")
-    if not options.print and shutil.which("sbatch") is None:
-        problems.append("sbatch: no such program on the PATH; submit on a login node of the cluster, or use --print")
-    if problems:
-        raise ConfigError(problems)
-    assert config is not None and nodes is not None and ranks_per_node is not None and stop_seconds is not None
-    container = [("container-image", options.container), ("container-mounts", options.container_mounts)]
-    srun_options = [f"--{name}={value}" for name, value in container if value is not None]
-    if options.container is not None:
-        srun_options.append(f"--container-workdir={Path.cwd()}")
-    python = options.python or ("python3" if options.container else sys.executable)
-    return config, Job(
-        nodes,
-        ranks_per_node,
-        options.time,
-        stop_seconds,
-        tuple(directives),
-        tuple(environment.items()),
-        tuple(srun_options),
-        python,
-    )
-
-
-def render(job: Job, config: Config, arguments: Sequence[str], folder: Path) -> str:
-    """The job's script.
-
-    Args:
-        arguments: of train.py.
-        folder: in which the tasks start; relative paths of the configuration begin there.
-    """
-    run = _run_folder(config, folder)
-    values = {
-        "job_name": shlex.quote(run.name),
-        "nodes": job.nodes,
-        "ranks_per_node": job.ranks_per_node,
-        "time": job.time,
-        "stop_seconds": job.stop_seconds,
-        "output": shlex.quote(f"{run}-slurm-".replace("%", "%%") + "%j.out"),
-        "directives": "".join(f"#SBATCH {shlex.quote(f'--{option}')}\n" for option in job.directives),
-        "project": shlex.quote(str(PROJECT_ROOT)),
-        "folder": shlex.quote(str(folder)),
-        "run": shlex.quote(str(run)),
-        "arguments": shlex.join(arguments),
-        "environment": "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.environment),
-        "srun_options": "".join(f" {shlex.quote(option)}" for option in job.srun_options),
-        "python": shlex.quote(job.python),
-    }
-    text = _TEMPLATE.read_text(encoding="utf-8")
-    return _PLACEHOLDER.sub(lambda match: str(values[match[1]]), text)
-
-
-def submit(script: str, config: Config) -> int:
-    """Hands a script to sbatch and prints the job's number; returns the exit code."""
-    run = _run_folder(config, Path.cwd())
-    try:
-        run.parent.mkdir(parents=True, exist_ok=True)  # for the job's output
-    except OSError as error:
-        print(f"error: run.dir: {run.parent} cannot be made: {error}", file=sys.stderr)
-        return EXIT_FAILURE
-    finished = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
-    if finished.returncode != 0:
-        reason = " ".join(finished.stderr.removeprefix("sbatch: error: ").split())
-        print(f"error: sbatch refuses the job: {reason}", file=sys.stderr)
-        return EXIT_FAILURE
-    job_id = finished.stdout.strip().split(";")[0]
-    print(job_id)
-    print(f"output: {run}-slurm-{job_id}.out", file=sys.stderr)
-    return EXIT_DONE
-
-
-def _run_folder(config: Config, folder: Path) -> Path:
-    assert config.run.name is not None
-    return folder / config.run.dir / config.run.name
-
-
-def _positive(option: str, text: str | None, problems: list[str]) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) == 0:
-        problems.append(f"{option}: {text!r} is not a whole number from 1 on")
-        return None
-    return int(text)
-
-
-def _check_time(text: str, stop_seconds: int | None, problems: list[str]) -> None:
-    """A time limit must be one of SLURM's forms, and leave time before the run is asked to stop."""
-    match = _TIME.fullmatch(text)
-    if match is None:
-        problems.append(
-            f"--time: {text!r} is not a time; expected minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
-            "days-hours:minutes or days-hours:minutes:seconds"
-        )
-        return
-    fields = [int(field) for field in match["fields"].split(":")]
-    if match["days"] is not None:
-        units = (3600, 60, 1)
-    else:
-        units = {1: (60, 0, 0), 2: (60, 1, 0), 3: (3600, 60, 1)}[len(fields)]
-    seconds = 86400 * int(match["days"] or 0) + sum(map(operator.mul, fields, units))
-    if stop_seconds is not None and seconds <= stop_seconds:
-        problems.append(
-            f"--time: {text} is not longer than the {stop_seconds} s before its end at which the run is asked to stop "
-            "(--stop-seconds)"
-        )
-
-
-def _read_environment(entries: Sequence[str], problems: list[str]) -> dict[str, str]:
-    environment = {}
-    for entry in entries:
-        name, separator, value = entry.partition("=")
-        if not separator or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            problems.append(f"--env: {entry!r}: expected NAME=VALUE")
-        environment[name] = value
-    return environment
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 import torch
 
 from configs.errors import ConfigError
 from configs.schema import Config
+from launch.cli import byte_size
 from launch.planning.memory import ModelSizes, plan_memory
 
 GIGABYTE = 1e9
@@ -18,7 +18,7 @@ STAGES = (0, 1, 2, 3)
 USABLE = 0.9  # of a GPU's memory; the rest is for fragmentation and what the plan misses
 _MOST_RANKS = 1 << 16
 _MOST_ROWS = 64  # sequences of a micro-batch: more bring no speed
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?(GB|GiB)")
+_SMALLEST_MEMORY = 10**6  # bytes; less is a number without its unit
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,13 @@ def parse_gpu_memory(text: str) -> GpuMemory:
     Raises:
         ConfigError: it names none.
     """
-    match = _MEMORY.fullmatch(text)
-    if match is None or float(match[1]) == 0:
+    try:
+        num_bytes = byte_size(text)
+    except ValueError:
+        num_bytes = 0
+    if num_bytes < _SMALLEST_MEMORY:
         raise ConfigError([f"--gpu-memory: {text!r} is not a memory; expected e.g. 80GB or 80GiB"])
-    return GpuMemory(float(match[1]) * (GIGABYTE if match[2] == "GB" else 2**30), "--gpu-memory")
+    return GpuMemory(float(num_bytes), "--gpu-memory")
 
 
 def find_gpu_memory(text: str | None) -> GpuMemory:

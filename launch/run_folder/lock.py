@@ -64,18 +64,9 @@ class FolderLock:
         except LockedError as error:
             raise RunError(f"{path}: another run is training in it ({error}); choose another run.name") from None
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Lets other runs in."""
         self._held.close()
-
-
-@contextlib.contextmanager
-def released_at_end(lock: FolderLock) -> Iterator[None]:
-    """Releases the lock after a block."""
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _write_holder(descriptor: int) -> None:

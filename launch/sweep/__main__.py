@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from configs.errors import ConfigError
 from configs.load import to_yaml
 from data.files import write_file
+from launch.cli import positive_integer
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, RunError
-from launch.run import positive_integer
 from launch.sweep.analysis import choose_alphas, measure
 from launch.sweep.cell_run import Signals, run_cell
 from launch.sweep.cells import Alphas, Cell, check_cells, expand, with_alpha

@@ -11,7 +11,10 @@ import pytest
 import yaml
 
 from configs.load import load_config
-from launch.chaos import KilledRun, Pace, differences, losses, make_folder, make_plans
+from launch.kill_test.comparison import make_folder
+from launch.kill_test.killed_run import KilledRun
+from launch.kill_test.losses import differences, losses
+from launch.kill_test.plans import Pace, make_plans
 from tests.conftest import python, read_metrics
 
 

@@ -31,7 +31,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from launch.diagnose import choose_lengths, cut_windows, fine_sizes, main
+from launch.diagnose import main
+from launch.diagnosis.analysis import choose_lengths, cut_windows, fine_sizes
 from launch.diagnosis.report import compare
 from launch.diagnosis.sources import CheckpointSource, ModelShape, TransformersSource
 from launch.errors import RunError

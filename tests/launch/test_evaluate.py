@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data.sentencepiece_tokenizer import train_sentencepiece
 from data.tokenizer import Tokenizer
-from launch.evaluate import encode_text, evaluate_tokens, main, plan_windows, summarise
-from launch.export import export
+from launch.evaluate import main
+from launch.hf.export import export
+from launch.inference.evaluation import encode_text, evaluate_tokens, plan_windows, summarise
 from launch.inference.load_model import load_model
 from model.gpt import GPT
 from tests.conftest import ROOT, environment

@@ -26,9 +26,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from data.sentencepiece_tokenizer import train_sentencepiece
 from data.tokenizer import Tokenizer
 from launch.checkpoint.files import find_checkpoint, read_state
-from launch.export import export, generation_config, main, plan_shards
+from launch.cli import byte_size, new_folder
+from launch.export import main
 from launch.hf import masters as masters_module
-from launch.hf.folder import new_folder, parse_bytes
+from launch.hf.export import export, generation_config, plan_shards
 from launch.inference.load_model import load_model
 from model.generate import generate
 from model.gpt import GPT
@@ -182,10 +183,10 @@ def test_shards_keep_the_order_and_the_limit(sizes: list[int], max_bytes: int) -
 
 
 def test_sizes() -> None:
-    assert [parse_bytes(text) for text in ("5GB", "1.5 kb", "7", "2MiB", "3B")] == [5 * 10**9, 1500, 7, 2**21, 3]
+    assert [byte_size(text) for text in ("5GB", "1.5 kb", "7", "2MiB", "3B")] == [5 * 10**9, 1500, 7, 2**21, 3]
     for text in ("", "GB", "-1GB", "5 XB", "0GB", "1e3"):
         with pytest.raises(ValueError, match="is not a size"):
-            parse_bytes(text)
+            byte_size(text)
 
 
 def test_ids_without_a_token_are_never_generated(tmp_path: Path) -> None:
@@ -417,7 +418,7 @@ def test_a_failure_in_the_middle_leaves_nothing(
     def fail(*arguments: Any, **keywords: Any) -> None:
         raise failure
 
-    monkeypatch.setattr("launch.hf.model_card.write_model_card", fail)
+    monkeypatch.setattr("launch.hf.export.write_model_card", fail)
     checkpoint = save_model(make_model(), tmp_path / "good")
     assert main([str(checkpoint), str(tmp_path / "new/folder/out")]) == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["good"]

@@ -28,10 +28,11 @@ from configs.schema import ModelConfig, resolve_model
 from data.sentencepiece_tokenizer import train_sentencepiece
 from data.source import TokenSource
 from data.tokenizer import Tokenizer
-from launch.export import export
 from launch.hf.architecture import from_hf_config
+from launch.hf.export import export
+from launch.hf.import_model import import_model
 from launch.hf.layouts import parameter_shapes, rules
-from launch.import_hf import import_model, main
+from launch.import_hf import main
 from launch.inference.load_model import load_model
 from model.gpt import GPT
 from tests.conftest import VOCAB_SIZE, python, read_metrics, write_shard

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from configs.errors import ConfigError
 from launch.distributed.topology import detect_topology
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, RunError
-from launch.node_agent import Agent
 from launch.process.lifeline import RankOutcome
 from launch.run import parse_arguments
 from launch.supervisor.attempt import POLL_SECONDS, SPAWN, Launch, Place, Report
@@ -34,6 +33,7 @@ from launch.supervisor.node_transport import Line, handed_over, parse_environmen
 from launch.supervisor.nodes import Nodes, is_failure
 from launch.supervisor.requests import Requests
 from launch.supervisor.spawn import rank_environment
+from launch.supervisor.worker import Worker
 from tests.conftest import ROOT, python
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,20}", fullmatch=True)
@@ -261,7 +261,7 @@ class Played:
         here, there = socket.socketpair()
         self.link: Link = socket_link(here)
         self.requests = Requests()
-        agent = Agent(socket_link(there), 1, 60, self.requests, own_output=True)
+        agent = Worker(socket_link(there), 1, 60, self.requests, own_output=True)
         self.codes: list[int | None] = []
         self.thread = threading.Thread(target=lambda: self.codes.append(agent.serve()))
         self.thread.start()
@@ -318,7 +318,7 @@ def test_what_comes_with_a_start_is_about_it(more: dict[str, Any]) -> None:
     """An agent may see both at once; this rank would not end by itself."""
     here, there = socket.socketpair()
     here.sendall(encode({"kind": "start", "launch": server_launch().to_json()}) + encode(more))
-    agent = Agent(socket_link(there), 0, 5, Requests(), own_output=True)
+    agent = Worker(socket_link(there), 0, 5, Requests(), own_output=True)
     head = socket_link(here)
     thread = threading.Thread(target=agent.serve)
     thread.start()
@@ -341,7 +341,7 @@ def test_an_agent_whose_head_has_gone_leaves() -> None:
 def test_an_agent_whose_head_is_silent_ends_its_ranks() -> None:
     """This head sends a start, and then not even beats."""
     here, there = socket.socketpair()
-    agent = Agent(socket_link(there), 0, 4, Requests(), own_output=True)
+    agent = Worker(socket_link(there), 0, 4, Requests(), own_output=True)
     here.sendall(encode({"kind": "start", "launch": server_launch().to_json()}))
     begin = time.monotonic()
     assert agent.serve() is None
@@ -361,7 +361,7 @@ class Wires:
         self.limit_seconds, self.listens = limit_seconds, listens
         self.calling: list[socket.socket] = []
         self.arguments = arguments
-        self.agents: list[Agent] = []
+        self.agents: list[Worker] = []
         self.codes: dict[int, int | None] = {}
         self.threads: list[threading.Thread] = []
 
@@ -394,7 +394,7 @@ class Wires:
     def _serve(self, node: int, there: socket.socket) -> None:
         link, arguments = socket_link(there), self.arguments[node]
         self.requests = Requests()  # of the agent that came last
-        agent = Agent(link, node, self.limit_seconds, self.requests, own_output=True, arguments=arguments)
+        agent = Worker(link, node, self.limit_seconds, self.requests, own_output=True, arguments=arguments)
         self.agents.append(agent)
         self.threads.append(threading.Thread(target=lambda: self.codes.update({node: agent.serve()})))
         self.threads[-1].start()

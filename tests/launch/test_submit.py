@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from configs.errors import ConfigError
-from launch.submit import parse_arguments, read_job, render
+from launch.slurm.job import read_job, render
+from launch.submit import parse_arguments
 from tests.conftest import ROOT, python
 
 GPUS = ["--nodes", "2", "--gpus-per-node", "8", "--time", "4:00:00", "--print"]

@@ -1,0 +1,124 @@
+"""What the commands share: arguments, number parsers, and one-line errors. No torch, so that --help is fast."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from configs.errors import ConfigError
+from launch.errors import EXIT_DONE, EXIT_FAILURE, RunError
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name a run: its configuration and the changed keys."""
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key, e.g. optim.lr=1e-3")
+
+
+def positive_integer(text: str) -> int:
+    """An argparse type: 1, 2, …"""
+    return _integer(text, smallest=1)
+
+
+def non_negative_integer(text: str) -> int:
+    """An argparse type: 0, 1, …"""
+    return _integer(text, smallest=0)
+
+
+def byte_size(text: str) -> int:
+    """A number of bytes from text such as 5GB, 500 MB, 80GiB or 4096.
+
+    Raises:
+        ValueError: It is none of these, or below one byte.
+    """
+    try:
+        num_bytes = int(TypeAdapter(ByteSize).validate_python(text.strip()))
+    except ValidationError:
+        num_bytes = 0
+    if num_bytes < 1:
+        raise ValueError(f"{text!r} is not a size; expected e.g. 5GB or 500MB")
+    return num_bytes
+
+
+def byte_size_argument(text: str) -> int:
+    """An argparse type: see `byte_size`."""
+    try:
+        return byte_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run_command(command: Callable[[], None]) -> int:
+    """Runs a command. A user's mistake becomes one line on stderr (one for each problem, if there are several).
+
+    Returns:
+        The exit code.
+    """
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        command()
+    except (RunError, ConfigError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return EXIT_FAILURE
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return EXIT_DONE
+
+
+def print_problems(error: ConfigError) -> None:
+    """Prints one line on stderr for each problem of a configuration or command line."""
+    for problem in error.problems:
+        print(f"error: {problem}", file=sys.stderr)
+
+
+def _integer(text: str, smallest: int) -> int:
+    if not text.isdecimal() or int(text) < smallest:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {smallest} on")
+    return int(text)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+_PARTIAL_SUFFIX = ".partial"
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write into; it becomes `out` at the end, and disappears when the block fails.
+
+    Raises:
+        RunError: `out` exists and is not an empty folder, or another process is writing it.
+    """
+    out = out.resolve()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunError(f"{out}: exists and is not an empty folder; choose another one")
+    partial = out.with_name(out.name + _PARTIAL_SUFFIX)
+    new_parents = [parent for parent in partial.parents if not parent.exists()]
+    try:
+        partial.mkdir(parents=True)
+    except FileExistsError:
+        raise RunError(f"{partial}: another process is writing it, or was killed; delete it if so") from None
+    try:
+        yield partial
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        raise

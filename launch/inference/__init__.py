@@ -1,0 +1,5 @@
+"""Using a trained model: loading it, generating text, evaluating a text."""
+
+DEFAULT_BATCH_TOKENS = 4096
+
+DEFAULT_NEW_TOKENS = 128

@@ -1,0 +1,1 @@
+"""SLURM jobs for a run."""
