@@ -26,4 +26,5 @@ def newest_good(candidates: Sequence[Path], rank: int, world_size: int) -> Path 
 
 
 def shared_faults(checkpoint: Path, rank: int, world_size: int) -> list[str]:
+    """What is wrong with a checkpoint's files, one line each; every rank reads a part of them. Collective."""
     return list(dict.fromkeys(fault for part in share(find_faults(checkpoint, rank, world_size)) for fault in part))
