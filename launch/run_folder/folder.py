@@ -18,7 +18,7 @@ _OWN_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of the files described in the README."""
+    """Paths of the files described in docs/monitoring.md."""
 
     path: Path
 
