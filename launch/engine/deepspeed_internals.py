@@ -27,7 +27,7 @@ WRITTEN_FOR = "0.19.8"
 log = logging.getLogger(__name__)
 
 _ENGINE = ("basic_optimizer", "backward", "step", "was_step_applied", "get_global_grad_norm", "destroy")
-_STAGES_1_AND_2 = ("_global_grad_norm", "update_lp_params")
+_STAGES_1_AND_2 = ("update_lp_params",)  # and _global_grad_norm, which BF16_Optimizer sets in its first step
 _STAGE_3 = (
     "_global_grad_norm",
     "grad_position",
