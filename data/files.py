@@ -8,8 +8,8 @@ import xxhash
 
 _CHUNK_BYTES = 1 << 22
 _FINGERPRINT_WHOLE_BYTES = 16 << 20
-_FINGERPRINT_PIECES = 64
-_FINGERPRINT_PIECE_BYTES = 64 << 10
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 64 << 10
 
 
 def hash_file(path: Path) -> str:
@@ -22,16 +22,22 @@ def hash_file(path: Path) -> str:
 
 
 def fingerprint_file(path: Path) -> str:
-    """Hex xxh3-128 of a file's content; above 16 MB, of its size and of 64 evenly spaced pieces of 64 KB."""
+    """Hex xxh3-128 of a file's content; above 16 MiB, of its size and `update_with_samples`."""
     size_bytes = path.stat().st_size
     if size_bytes <= _FINGERPRINT_WHOLE_BYTES:
         return hash_file(path)
     digest = xxhash.xxh3_128(f"{size_bytes} ".encode())
-    with path.open("rb") as file:
-        for piece in range(_FINGERPRINT_PIECES):
-            file.seek((size_bytes - _FINGERPRINT_PIECE_BYTES) * piece // (_FINGERPRINT_PIECES - 1))
-            digest.update(file.read(_FINGERPRINT_PIECE_BYTES))
+    update_with_samples(digest, path)
     return digest.hexdigest()
+
+
+def update_with_samples(digest: xxhash.xxh3_128, path: Path) -> None:
+    """Update `digest` with 64 evenly spaced samples of 64 KiB of a file, which overlap if it is small."""
+    last_start = max(path.stat().st_size - _SAMPLE_BYTES, 0)
+    with path.open("rb") as file:
+        for sample in range(_NUM_SAMPLES):
+            file.seek(last_start * sample // (_NUM_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
 
 
 def sync(path: Path) -> None:

@@ -128,7 +128,7 @@ def test_description_depends_on_content_and_format_but_not_on_place(tmp_path: Pa
 
 def test_large_files_are_told_apart_by_samples_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_FINGERPRINT_WHOLE_BYTES", 1000)
-    monkeypatch.setattr(files, "_FINGERPRINT_PIECE_BYTES", 10)
+    monkeypatch.setattr(files, "_SAMPLE_BYTES", 10)
     path = tmp_path / "a"
     contents = [
         b"x" * 5000,

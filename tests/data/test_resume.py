@@ -117,7 +117,7 @@ def test_another_preparation_starts_afresh(
     corpus: Path, tokenizer_path: Path, monkeypatch, capsys, change: str
 ) -> None:
     monkeypatch.setattr(files, "_FINGERPRINT_WHOLE_BYTES", 0)
-    monkeypatch.setattr(files, "_FINGERPRINT_PIECE_BYTES", 1)
+    monkeypatch.setattr(files, "_SAMPLE_BYTES", 1)
     with interrupted_after(6, monkeypatch):
         prepare.prepare(make_options(corpus, tokenizer_path))
     changes: dict[str, Any] = {}
