@@ -12,6 +12,7 @@ import xxhash
 from data.blocks import Block, ReadOptions
 from data.documents import clean_documents
 from data.indexed import token_dtype
+from data.load_tokenizer import load_tokenizer
 from data.readers import read_documents
 from data.tokenizer import Tokenizer
 
@@ -53,7 +54,7 @@ class Encoder:
     """A function from blocks to their documents' ids, with a tokenizer of its own."""
 
     def __init__(self, tokenizer_path: Path, eod_id: int, read: ReadOptions, split: SplitOptions) -> None:
-        self._tokenizer = Tokenizer.load(tokenizer_path)
+        self._tokenizer = load_tokenizer(tokenizer_path)
         self._dtype = token_dtype(self._tokenizer.vocab_size)
         self._eod = np.array([eod_id], self._dtype)
         self._read = read

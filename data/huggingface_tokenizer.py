@@ -23,7 +23,7 @@ class HuggingFaceTokenizer(Tokenizer):
     file_name = "tokenizer.json"
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """For `Tokenizer.load`.
+        """For `load_tokenizer`.
 
         Raises:
             DataError: the content is not a tokenizer.json.

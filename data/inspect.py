@@ -9,6 +9,7 @@ from data.command_line import ArgumentParser, Progress, report_error, run_comman
 from data.errors import DataError
 from data.files import hash_file
 from data.indexed import IndexedShard, bin_path
+from data.load_tokenizer import load_tokenizer
 from data.manifest import MANIFEST_NAME, Manifest
 from data.source import TokenSource
 from data.tokenizer import Tokenizer
@@ -176,7 +177,7 @@ def _print_histogram(histogram: list[tuple[int, int, int]]) -> None:
 def _load_tokenizer(path: Path, manifest: Manifest | None) -> Tokenizer | None:
     if manifest is None:
         return None
-    tokenizer = Tokenizer.load(path / manifest.tokenizer_file)
+    tokenizer = load_tokenizer(path / manifest.tokenizer_file)
     if tokenizer.sha256 != manifest.tokenizer_sha256:
         raise DataError(f"{tokenizer.path}: sha256 {tokenizer.sha256}, {manifest.tokenizer_sha256} in the manifest")
     return tokenizer

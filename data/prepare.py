@@ -32,6 +32,7 @@ from data.files import write_file
 from data.indexed import token_dtype
 from data.inputs import describe_files, find_input_files
 from data.journal import Journal
+from data.load_tokenizer import load_tokenizer
 from data.manifest import pad_vocab_size
 from data.options import Options, parse_arguments
 from data.output import clear, is_made_already, partial_folder, partial_path, publish, resolve_output
@@ -94,7 +95,7 @@ def prepare(options: Options) -> None:
     start = time.monotonic()
     given = None
     if options.tokenizer is not None:
-        given = Tokenizer.load(options.tokenizer)
+        given = load_tokenizer(options.tokenizer)
         given.choose_eod_id(options.eod_token)  # or say that it cannot, before anything is read
         if given.drops_characters:
             print(f"{given.path} has no token for some characters, and none for unknown ones: they are left out")
@@ -151,13 +152,13 @@ def _get_tokenizer(options: Options, given: Tokenizer | None, source: _Input, fo
     """The tokenizer given, or one trained on the training split; kept in `folder` for the time being."""
     if given is not None:
         write_file(folder / given.file_name, given.content)
-        return Tokenizer.load(folder / given.file_name)
+        return load_tokenizer(folder / given.file_name)
     path = folder / SentencePieceTokenizer.file_name
     if not path.exists():  # else it is that of the journal
         passages = _training_passages(options, source)
         print(f"training a {options.train_tokenizer} tokenizer with {options.vocab_size:,} pieces", flush=True)
         train_sentencepiece((passage.text for passage in passages), path, options.vocab_size, options.train_tokenizer)
-    return Tokenizer.load(path)
+    return load_tokenizer(path)
 
 
 def _training_passages(options: Options, source: _Input) -> list[Passage]:

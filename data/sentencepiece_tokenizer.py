@@ -33,7 +33,7 @@ class SentencePieceTokenizer(Tokenizer):
     file_name = "tokenizer.model"
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """For `Tokenizer.load`.
+        """For `load_tokenizer`.
 
         Raises:
             DataError: the content is not a SentencePiece model.

@@ -1,11 +1,10 @@
 """What a tokenizer is here, whichever library it comes from."""
 
 import hashlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -22,7 +21,6 @@ END_OF_DOCUMENT_NAMES = (
     "<|eos|>",
     "[EOS]",
 )
-_NAMES_OF_PAIRS = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
 class Tokenizer(ABC):
@@ -48,28 +46,6 @@ class Tokenizer(ABC):
         self.vocab_size: int = 0
         self.eod_id: int | None = None
         self.drops_characters = False
-
-    @staticmethod
-    def load(path: str | Path) -> "Tokenizer":
-        """Load a SentencePiece model, a Hugging Face `tokenizer.json`, or GPT-2's vocabulary and merges.
-
-        Args:
-            path: a file, or a folder that holds one by its usual name. Of vocabulary and merges, either file; the
-                other one lies beside it: `vocab.json` and `merges.txt`, or `encoder.json` and `vocab.bpe`.
-
-        Raises:
-            DataError: no such file, or not a tokenizer.
-        """
-        from data.huggingface_tokenizer import HuggingFaceTokenizer, convert_vocabulary_and_merges
-        from data.sentencepiece_tokenizer import SentencePieceTokenizer
-
-        path = _find_file(Path(path))
-        content = path.read_bytes()
-        if pair := _vocabulary_and_merges(path, content):
-            return HuggingFaceTokenizer(path, convert_vocabulary_and_merges(*pair))
-        if path.suffix == ".json" or content.lstrip()[:1] == b"{":
-            return HuggingFaceTokenizer(path, content)
-        return SentencePieceTokenizer(path, content)
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -105,40 +81,3 @@ class Tokenizer(ABC):
                 f"{self.path}: which token ends a document is not clear ({found}); name it with --eod-token"
             )
         return self.eod_id
-
-
-def _find_file(path: Path) -> Path:
-    if path.is_dir():
-        names = ("tokenizer.json", "tokenizer.model", *(vocabulary for vocabulary, _ in _NAMES_OF_PAIRS))
-        for name in names:
-            if (path / name).is_file():
-                return path / name
-        raise DataError(f"{path}: no {', '.join(names)} in this folder")
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; a SentencePiece model or a tokenizer.json expected")
-    return path
-
-
-def _vocabulary_and_merges(path: Path, content: bytes) -> tuple[Path, Path] | None:
-    """The two files, if `path` is one of them."""
-    for vocabulary, merges in _NAMES_OF_PAIRS:
-        if path.name.endswith(merges):
-            pair = path.with_name(path.name.removesuffix(merges) + vocabulary), path
-        elif path.name.endswith(vocabulary) and _is_vocabulary(content):
-            pair = path, path.with_name(path.name.removesuffix(vocabulary) + merges)
-        else:
-            continue
-        for file in pair:
-            if not file.is_file():
-                raise DataError(f"{file}: no such file; it belongs to {path.name}")
-        return pair
-    return None
-
-
-def _is_vocabulary(content: bytes) -> bool:
-    """Whether this is a JSON object from tokens to ids."""
-    try:
-        parsed: Any = json.loads(content)
-    except ValueError:
-        return True  # which will be said when it is read as one
-    return isinstance(parsed, dict) and not isinstance(parsed.get("model"), dict)

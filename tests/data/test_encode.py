@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from data import encode
 from data.blocks import ReadOptions, TextBlock
 from data.encode import Encoder, PassageSource, SplitOptions, encode_segments
+from data.load_tokenizer import load_tokenizer
 from data.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -57,15 +58,15 @@ def tokenizer(
 ) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizers")
     if request.param == "ours":
-        return Tokenizer.load(tokenizer_path)
+        return load_tokenizer(tokenizer_path)
     if request.param == "default":  # which normalises, and takes out spaces
         path = folder / "default.model"
         with path.open("wb") as file:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(texts), model_writer=file, vocab_size=200, minloglevel=4
             )
-        return Tokenizer.load(path)
-    return Tokenizer.load({"gpt2": gpt2_like, "llama": llama_like}[request.param](folder, texts))
+        return load_tokenizer(path)
+    return load_tokenizer({"gpt2": gpt2_like, "llama": llama_like}[request.param](folder, texts))
 
 
 def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -103,7 +104,7 @@ def test_cuts_lie_where_they_may(text: str, size: int, longest: int) -> None:
 
 
 def test_text_without_a_place_to_cut_comes_back(tokenizer_path: Path) -> None:
-    tokenizer = Tokenizer.load(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path)
     text = "日本語🚀" * 1000
     with (
         mock.patch.object(encode, "_SEGMENT_CHARS", 50),
@@ -113,7 +114,7 @@ def test_text_without_a_place_to_cut_comes_back(tokenizer_path: Path) -> None:
 
 
 def test_documents_of_a_block(tokenizer_path: Path) -> None:
-    tokenizer = Tokenizer.load(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path)
     encoder = Encoder(tokenizer_path, 1, ReadOptions("line"), SplitOptions(0.5, 0))
     texts = [f"line {number}" for number in range(20)]
     encoded = encoder([TextBlock(Path("a"), "\n".join([*texts, "", " "]).encode(), 0)])

@@ -25,9 +25,9 @@ from data import output as output_module
 from data.blocks import Position, ReadOptions, RecordBlock, Task
 from data.errors import DataError
 from data.indexed import IndexedShard
+from data.load_tokenizer import load_tokenizer
 from data.manifest import Manifest
 from data.source import TokenSource
-from data.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 AWKWARD = [
@@ -56,7 +56,7 @@ def folder_content(folder: Path) -> dict[str, bytes]:
 
 def decoded_documents(folder: Path) -> list[str]:
     manifest = Manifest.read(folder)
-    tokenizer = Tokenizer.load(folder / manifest.tokenizer_file)
+    tokenizer = load_tokenizer(folder / manifest.tokenizer_file)
     documents = []
     for name in manifest.shard_names:
         shard = IndexedShard.open(folder / name)
@@ -104,7 +104,7 @@ def test_every_document_once_in_one_of_the_splits(corpus: Path, tokenizer_path: 
 def test_manifest_tells_what_is_there(corpus: Path, tokenizer_path: Path) -> None:
     options = make_options(corpus, tokenizer_path)
     prepare.prepare(options)
-    tokenizer = Tokenizer.load(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path)
     for split in ("train", "val"):
         source = TokenSource.open(options.output / split)
         manifest = source.manifest

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.errors import DataError
+from data.load_tokenizer import load_tokenizer
 from data.sentencepiece_tokenizer import END_OF_DOCUMENT, train_sentencepiece
 from data.tokenizer import Tokenizer
 
@@ -40,7 +41,7 @@ AWKWARD = [
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, texts) -> Tokenizer:
     path = tmp_path_factory.mktemp(request.param) / "tokenizer.model"
     train_sentencepiece([*texts, *AWKWARD], path, 600, request.param)
-    return Tokenizer.load(path)
+    return load_tokenizer(path)
 
 
 @pytest.mark.parametrize("text", AWKWARD)
@@ -94,7 +95,7 @@ def test_training_is_reproducible(tmp_path: Path, texts) -> None:
 
 def test_long_lines_are_learnt_from(tmp_path: Path) -> None:
     train_sentencepiece(["characteristically " * 20_000], tmp_path / "model", 285, "bpe")
-    assert len(Tokenizer.load(tmp_path / "model").encode("characteristically")) < 5
+    assert len(load_tokenizer(tmp_path / "model").encode("characteristically")) < 5
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
@@ -119,18 +120,18 @@ def test_corpus_that_does_not_fit(
 
 def test_files_that_are_no_tokenizer(tmp_path: Path, capfd) -> None:
     with pytest.raises(DataError, match="no such file"):
-        Tokenizer.load(tmp_path / "absent.model")
+        load_tokenizer(tmp_path / "absent.model")
     for content in (b"", b"not a model", bytes(range(256)), b'{"model": {}}', b"{}", b"{"):
         (tmp_path / "bad.model").write_bytes(content)
         with pytest.raises(DataError, match=r"bad\.model"):
-            Tokenizer.load(tmp_path / "bad.model")
+            load_tokenizer(tmp_path / "bad.model")
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_folder_stands_for_the_tokenizer_in_it(tokenizer_path: Path, tmp_path: Path) -> None:
-    assert Tokenizer.load(tokenizer_path.parent).sha256 == Tokenizer.load(tokenizer_path).sha256
+    assert load_tokenizer(tokenizer_path.parent).sha256 == load_tokenizer(tokenizer_path).sha256
     with pytest.raises(DataError, match=r"no tokenizer\.json, tokenizer\.model"):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_model_without_an_end_of_sentence_piece(tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_model_without_an_end_of_sentence_piece(tmp_path: Path) -> None:
         sentence_iterator=iter(["a few words"] * 9), model_writer=model, vocab_size=12, eos_id=-1, minloglevel=4
     )
     (tmp_path / "a.model").write_bytes(model.getvalue())
-    tokenizer = Tokenizer.load(tmp_path / "a.model")
+    tokenizer = load_tokenizer(tmp_path / "a.model")
     assert tokenizer.eod_id is None
     with pytest.raises(DataError, match=r"a\.model: which token ends a document is not clear.*--eod-token"):
         tokenizer.choose_eod_id(None)
