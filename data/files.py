@@ -1,4 +1,4 @@
-"""Small file operations: hashing, and writing so that a file is either absent or complete."""
+"""Hashes files, and writes them so that a file is either absent or complete."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ _SAMPLE_BYTES = 64 << 10
 
 
 def hash_file(path: Path) -> str:
-    """Hex xxh3-128 of a file's content."""
+    """Return the hex xxh3-128 hash of a file's content."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -22,7 +22,7 @@ def hash_file(path: Path) -> str:
 
 
 def fingerprint_file(path: Path) -> str:
-    """Hex xxh3-128 of a file's content; above 16 MiB, of its size and `update_with_samples`."""
+    """Return the hex xxh3-128 hash of a file's content or, above 16 MiB, of its size and of samples of it."""
     size_bytes = path.stat().st_size
     if size_bytes <= _FINGERPRINT_WHOLE_BYTES:
         return hash_file(path)
@@ -41,7 +41,7 @@ def update_with_samples(digest: xxhash.xxh3_128, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the names inside a folder, survive a power loss. Raises OSError with the path."""
+    """Flush a file's content, or the names in a folder, to disk. Raises OSError with the path."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -52,10 +52,10 @@ def sync(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write `path` so that a crash at any moment leaves the old file, none, or the complete new one.
+    """Write `path` so that a crash at any moment leaves the old file, no file, or the complete new one.
 
     Raises:
-        OSError: with the path; nothing is left.
+        OSError: If writing fails; names the path. No temporary file is left.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:

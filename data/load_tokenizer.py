@@ -20,7 +20,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         DataError: There is no such file, or it is not a tokenizer.
     """
-    # Imported here, so that the commands start without the library that they do not need.
+    # Imported here so that commands which load no tokenizer start fast.
     from data.huggingface_tokenizer import HuggingFaceTokenizer, convert_vocabulary_and_merges
     from data.sentencepiece_tokenizer import SentencePieceTokenizer
 

@@ -1,4 +1,4 @@
-"""What a tokenizer is here, whichever library it comes from."""
+"""The interface of tokenizers, whichever library they come from."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -10,8 +10,7 @@ import numpy as np
 
 from data.errors import DataError
 
-# End-of-document tokens of widely used tokenizers: GPT-2 and many more, SentencePiece and Llama 2, Llama 3, Gemma,
-# DeepSeek, BLOOM's kin.
+# End-of-document tokens of widely used tokenizers: GPT-2, SentencePiece and Llama 2, Llama 3, Gemma, DeepSeek, others.
 END_OF_DOCUMENT_NAMES = (
     "<|endoftext|>",
     "</s>",
@@ -28,12 +27,13 @@ class Tokenizer(ABC):
 
     Attributes:
         kind: "sentencepiece" or "huggingface", as in the manifest.
-        path: where it was loaded from.
-        content: what to write into a file of the name `file_name` to load the same tokenizer from there.
-        sha256: hash of `content` in hex.
-        vocab_size: number of ids; every id is below it.
-        eod_id: the id that ends a document; None if that is not clear.
-        drops_characters: whether some characters, having no token, are left out of the ids.
+        file_name: Name under which a copy of the tokenizer is stored.
+        path: The file that it was loaded from.
+        content: Content of a file `file_name` from which the same tokenizer can be loaded.
+        sha256: Hex hash of `content`.
+        vocab_size: Number of ids; every id is below it.
+        eod_id: The id that ends a document; None if it is not known.
+        drops_characters: Whether characters that have no token are dropped.
     """
 
     kind: ClassVar[str]
@@ -49,25 +49,25 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end-of-document id, and without any that a name in the text might stand for."""
+        """Return the ids of a text, without an end-of-document id; names of special tokens are encoded as text."""
 
     def encode_array(self, text: str) -> np.ndarray:
-        """The same ids, as int32 [num_tokens]."""
+        """Return the ids of a text as int32 [num_tokens]."""
         return np.array(self.encode(text), np.int32)
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; special ids, such as that of the end of a document, stand for nothing."""
+        """Return the text of ids, without special tokens such as the end-of-document token."""
 
     @abstractmethod
     def find_id(self, token: str) -> int | None:
-        """Id of a token by its name."""
+        """Return the id of a token by its name, None if there is no such token."""
 
     def choose_eod_id(self, token: str | None) -> int:
-        """The id that ends a document: that of `token`, else the one that the tokenizer has for it.
+        """Return the id that ends a document: that of `token` or, if this is None, the tokenizer's own.
 
         Raises:
-            DataError: there is no such token, or it is not clear which one it is.
+            DataError: If there is no such token, or the tokenizer's own is not known.
         """
         if token is not None:
             chosen = self.find_id(token)
@@ -77,7 +77,5 @@ class Tokenizer(ABC):
         if self.eod_id is None:
             known = [name for name in END_OF_DOCUMENT_NAMES if self.find_id(name) is not None]
             found = f"it has {' and '.join(known)}" if known else f"none of {', '.join(END_OF_DOCUMENT_NAMES)}"
-            raise DataError(
-                f"{self.path}: which token ends a document is not clear ({found}); name it with --eod-token"
-            )
+            raise DataError(f"{self.path}: the end-of-document token is not known ({found}); set it with --eod-token")
         return self.eod_id

@@ -76,7 +76,7 @@ def test_saved_folders(folder: Path) -> None:
         ({"split": "test"}, "text", "test"),
         ({"config": "other"}, "text", "other"),
         ({}, "body", r"no column 'body' \(--text-key\); columns here: id, text"),
-        ({}, "id", r"column 'id' \(--text-key\) holds int64, text expected"),
+        ({}, "id", r"column 'id' \(--text-key\) has type int64, expected text"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(
@@ -98,7 +98,7 @@ def test_damaged_file_is_one_line(folder: Path) -> None:
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"--dataset json: needs the library `datasets`: pip install"):
+    with pytest.raises(DataError, match=r"--dataset json: requires the library `datasets`: pip install"):
         read(DatasetRequest("json"))
 
 
@@ -126,5 +126,5 @@ def test_preparation_is_that_of_the_files(
 
 def test_an_empty_stream_is_said_to_be_empty(tmp_path: Path) -> None:
     (tmp_path / "empty.json").touch()
-    with pytest.raises(DataError, match="a file is empty, or there is no row at all"):
+    with pytest.raises(DataError, match="a file is empty, or the dataset has no rows"):
         read(DatasetRequest("json", data_files=(str(tmp_path / "empty.json"),), streaming=True))

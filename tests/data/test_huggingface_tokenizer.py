@@ -203,8 +203,8 @@ def test_settings_that_change_texts_are_ignored(folder: Path, tmp_path: Path) ->
         (["</s>", "<s>"], "</s>", ""),
         ([EOD, "<|im_end|>"], EOD, ""),
         (["<|begin_of_text|>", "<|end_of_text|>"], "<|end_of_text|>", ""),
-        ([EOD, "</s>"], None, r"not clear \(it has <\|endoftext\|> and </s>\); name it with --eod-token"),
-        (["<stop>"], None, r"not clear \(none of <\|endoftext\|>, "),
+        ([EOD, "</s>"], None, r"not known \(it has <\|endoftext\|> and </s>\); set it with --eod-token"),
+        (["<stop>"], None, r"not known \(none of <\|endoftext\|>, "),
     ],
 )
 def test_end_of_document(tmp_path: Path, names: list[str], chosen: str | None, message: str) -> None:

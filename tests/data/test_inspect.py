@@ -57,7 +57,7 @@ def test_one_whole_document(output: Path, capsys, texts: list[str]) -> None:
         assert inspect.main([str(shown_path), "--document", "7"]) == 0
         assert capsys.readouterr().out.rstrip("\n") in [text.rstrip("\n") for text in texts]
     assert inspect.main([str(output / "train"), "--document", "1000"]) == 2
-    assert f"--document 1000: {output}/train has the documents 0 to " in capsys.readouterr().err
+    assert f"--document 1000: {output}/train has documents 0 to " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 1000])
@@ -77,7 +77,7 @@ def test_number_of_samples(output: Path, capsys, num_samples: int) -> None:
         (lambda path: flip_last_byte(path.with_suffix(".idx")), "train-00000.idx: content has changed"),
         (lambda path: flip_last_byte(path.with_name("tokenizer.model")), "tokenizer.model: "),
         (lambda path: path.with_name("manifest.json").write_text("{"), "manifest.json: not valid JSON"),
-        (rewrite_with_bad_id, "train-00000.bin: token 2 has id 400; 0 to 399 expected"),
+        (rewrite_with_bad_id, "train-00000.bin: token 2 has id 400; expected 0 to 399"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(output: Path, capsys, damage, message: str) -> None:
@@ -111,7 +111,7 @@ def test_lengths_of_documents(write_shard, capsys, monkeypatch: pytest.MonkeyPat
 def test_document_without_its_end(write_shard, monkeypatch: pytest.MonkeyPatch, document, message: str) -> None:
     monkeypatch.setattr(inspect, "_CHUNK_DOCUMENTS", 2)
     source = TokenSource.open(write_shard("shard", [[1], [2, 1], [3, 1], document, [1]]))
-    with pytest.raises(DataError, match=rf"shard\.bin: {message}; the end-of-document id 1 expected"):
+    with pytest.raises(DataError, match=rf"shard\.bin: {message}; expected the end-of-document id 1"):
         inspect.check_document_ends(source, 1)
     inspect.check_document_ends(TokenSource.open(write_shard("good", [[1], [2, 1], [3, 1]])), 1)
     inspect.check_document_ends(TokenSource.open(write_shard("empty", [])), 1)

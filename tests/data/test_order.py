@@ -274,7 +274,7 @@ def test_the_order_of_phases_does_not_change_between_versions() -> None:
 
 @pytest.mark.parametrize("starts", [(5, 5), (7, 3), (0, 1)])
 def test_phases_out_of_order(starts: tuple[int, int]) -> None:
-    with pytest.raises(DataError, match="ascending numbers expected"):
+    with pytest.raises(DataError, match="expected ascending numbers"):
         SampleOrder([10], [1.0], 0, [Phase(start, (0,), (1.0,)) for start in starts])
 
 

@@ -192,7 +192,7 @@ def test_errors_are_counted_in_the_manifest(tmp_path: Path, tokenizer_path: Path
             "nul": 1,
             "text_bytes": num_bytes,
         }
-        assert f"left out {skipped} documents that could not be read, replaced {replaced}" in capsys.readouterr().out
+        assert f"skipped {skipped} documents that could not be read, replaced {replaced}" in capsys.readouterr().out
 
 
 def test_hugging_face_tokenizer_travels_with_the_shards(corpus: Path, texts: list[str], capsys) -> None:
@@ -210,7 +210,7 @@ def test_hugging_face_tokenizer_travels_with_the_shards(corpus: Path, texts: lis
     output = corpus.parent / "out"
     arguments = ["--input", str(corpus), "--output", str(output), "--tokenizer", str(path), "--workers", "2"]
     assert prepare.main(arguments) == 2
-    assert "which token ends a document is not clear" in capsys.readouterr().err
+    assert "the end-of-document token is not known" in capsys.readouterr().err
     assert not output.exists()
     assert prepare.main([*arguments, "--eod-token", "</s>"]) == 0
     manifest = Manifest.read(output / "train")
@@ -363,8 +363,8 @@ def test_files_of_other_names_in_folders_are_said(corpus: Path, tokenizer_path: 
     for name in ("page.html", "other.HTML", "archive.txt.bz2", "noname"):
         (corpus / name).touch()
     prepare.prepare(make_options(corpus, tokenizer_path))
-    expected = "left out 4 files of other names: 2 .html, 1 .bz2, 1 without a suffix"
-    (said,) = re.findall(r"left out 4 files.*", capsys.readouterr().out)
+    expected = "ignored 4 files of other types: 2 .html, 1 .bz2, 1 without a suffix"
+    (said,) = re.findall(r"ignored 4 files.*", capsys.readouterr().out)
     assert sorted(said.split(": ")[1].split(", ")) == sorted(expected.split(": ")[1].split(", "))
 
 
@@ -381,7 +381,7 @@ def test_command_from_text_to_samples(corpus: Path) -> None:
     output = corpus.parent / "out"
     result = run("data.prepare", "--input", corpus, "--output", output, "--vocab-size", 400)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "bytes a token" in result.stdout
+    assert "bytes per token" in result.stdout
     result = run("data.inspect", output, "--samples", 2)
     assert (result.returncode, result.stderr) == (0, "")
     assert "hashes match" in result.stdout
@@ -396,29 +396,32 @@ def test_command_from_text_to_samples(corpus: Path) -> None:
         (["--input", "{blank}"], "no text to train a tokenizer on"),
         (
             ["--input", "{blank}", "--tokenizer", "{model}"],
-            "no document for training: 1 found, 1 of them empty",
+            "no documents for training: 1 found, 1 empty",
         ),
         (["--input", "{good}", "--tokenizer", "{bad}"], "{bad}: not a SentencePiece model"),
         (["--input", "{good}"], "a vocabulary of 8,192 (--vocab-size) is too large for this text"),
         (["--input", "{good}", "--val-fraction", "1.5"], "--val-fraction 1.5"),
-        (["--input", "{good}", "--val-fraction", "1"], "--val-fraction 1.0: a number from 0 to below 1 expected"),
+        (["--input", "{good}", "--val-fraction", "1"], "--val-fraction 1.0: expected at least 0 and less than 1"),
         (
             ["--input", "{good}", "--tokenizer", "{model}", "--val-fraction", "0.999999999"],
-            "no document for training: 1 found, 1 for validation (--val-fraction 0.999999999)",
+            "no documents for training: 1 found, 1 for validation (--val-fraction 0.999999999)",
         ),
         (
             ["--input", "{bad}", "--tokenizer", "{model}", "--on-error", "skip"],
-            "no document for training: 1 found, 1 left out (--on-error skip)",
+            "no documents for training: 1 found, 1 skipped (--on-error skip)",
         ),
-        (["--input", "{good}", "--vocab-size", "259"], "--vocab-size 259: at least 260 expected"),
+        (["--input", "{good}", "--vocab-size", "259"], "--vocab-size 259: expected at least 260"),
         (["--input", "{good}", "--vocab-size", "9" * 11], "training the tokenizer failed: "),
-        (["--input", "{good}", "--output", "."], "--output .: the current folder, which cannot be replaced"),
-        (["--input", "{good}", "--output", "/proc"], "--output /proc: a mount point, which cannot be replaced"),
+        (["--input", "{good}", "--output", "."], "--output .: this is the current folder and cannot be replaced"),
+        (["--input", "{good}", "--output", "/proc"], "--output /proc: this is a mount point and cannot be replaced"),
         (["--input", "{good}", "--output", "{absent}/../empty/.."], "exists and was not made by data.prepare"),
-        (["--input", "{good}", "--seed", "-1"], "--seed -1: at least 0 expected"),
-        (["--input", "{good}", "--workers", "0"], "--workers 0: at least 1 expected"),
+        (["--input", "{good}", "--seed", "-1"], "--seed -1: expected at least 0"),
+        (["--input", "{good}", "--workers", "0"], "--workers 0: expected at least 1"),
         (["--input", "{good}", "--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
-        (["--input", "{good}", "--tokenizer", "{model}", "--vocab-size", "9"], "--tokenizer excludes"),
+        (
+            ["--input", "{good}", "--tokenizer", "{model}", "--vocab-size", "9"],
+            "--tokenizer cannot be combined with --train-tokenizer",
+        ),
         (["--input", "{good}", "--dataset", "json"], "argument --dataset: not allowed with argument --input"),
         (["--input", "{good}", "--split", "train"], "--split: only with --dataset"),
         (["--input", "{good}", "--streaming"], "--streaming: only with --dataset"),
@@ -436,7 +439,10 @@ def test_command_from_text_to_samples(corpus: Path) -> None:
         (["--input", "{good}", "--output", "{good}/out", "--tokenizer", "{model}"], "{good}/out"),
         (["--input", "{good}", "--colour", "blue"], "unrecognized arguments: --colour blue"),
         ([], "one of the arguments --input --dataset is required"),
-        (["--input", "{surrogate}", "--tokenizer", "{model}"], "{surrogate}:1: character 1 of the text is half of a"),
+        (
+            ["--input", "{surrogate}", "--tokenizer", "{model}"],
+            "{surrogate}:1: character 1 of the text is a lone surrogate",
+        ),
     ],
 )
 def test_a_users_fault_is_one_line(

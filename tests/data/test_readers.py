@@ -191,7 +191,7 @@ def test_encoding_with_errors_of_its_own(tmp_path: Path) -> None:
 
 def test_missing_byte_order_mark(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "text".encode("utf-16-be"))
-    with pytest.raises(DataError, match=r"a\.txt: no byte order mark; --encoding utf-16-le or utf-16-be"):
+    with pytest.raises(DataError, match=r"a\.txt: no byte order mark; use --encoding utf-16-le or utf-16-be"):
         read(path, encoding="utf-16")
 
 
@@ -213,12 +213,12 @@ BAD_LINES = [
     (b"{", "not valid JSON"),
     (b"not json", "not valid JSON"),
     (b"[" * 100_000, "not valid JSON"),
-    (b'"text"', "a JSON object expected, str found"),
+    (b'"text"', "expected a JSON object, found str"),
     (b'{"body": "x", "id": 1}', r"no text under 'text' \(--text-key\); keys here: body, id"),
-    (b'{"text": null}', r"'text' \(--text-key\) is NoneType, a text expected"),
-    (b'{"text": ["x"]}', r"'text' \(--text-key\) is list, a text expected"),
+    (b'{"text": null}', r"'text' \(--text-key\) is NoneType, expected a string"),
+    (b'{"text": ["x"]}', r"'text' \(--text-key\) is list, expected a string"),
     (b'{"text": "\xff"}', r"byte 28 is 0xFF: not UTF-8"),
-    (b'{"text": "a\\ud800"}', "character 1 of the text is half of a surrogate pair"),
+    (b'{"text": "a\\ud800"}', "character 1 of the text is a lone surrogate"),
 ]
 
 
@@ -234,7 +234,7 @@ def test_bad_jsonl_line_is_named_or_skipped(tmp_path: Path, line: bytes, message
     if b"\xff" in line or b"\\ud800" in line:
         assert "\ufffd" in read(path, on_error="replace")[1]
     else:
-        with pytest.raises(DataError, match=r"--on-error skip leaves it out"):
+        with pytest.raises(DataError, match=r"use --on-error skip to skip it"):
             read(path, on_error="replace")
 
 
@@ -279,18 +279,18 @@ def test_json_files_of_all_shapes(tmp_path: Path, records, indent, ensure_ascii:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'[{"text": "x"}', "the list has no end, at character 14"),
-        (b'[{"text": "x"}] 1', "more text after the list, at character 16"),
+        (b'[{"text": "x"}', "the list is not closed, at character 14"),
+        (b'[{"text": "x"}] 1', "unexpected text after the list, at character 16"),
         (b'[{"text": "x"}, {"text": ]', "Expecting value, at character 25"),
         (b'[{"text": "x"}, {"text": "y]', "Unterminated string starting at, at character 25"),
         (b'{\n"text": "x"} {"text": "y"', "Expecting ',' delimiter, at character"),
-        (b'[{"text": 3}]', r"record 0: 'text' \(--text-key\) is int, a text expected"),
-        (b'[{"text": "x"}, 3]', "record 1: a JSON object expected, int found"),
+        (b'[{"text": 3}]', r"record 0: 'text' \(--text-key\) is int, expected a string"),
+        (b'[{"text": "x"}, 3]', "record 1: expected a JSON object, found int"),
         (b'{\n"data": [1]}', r"record 0: no text under 'text' \(--text-key\); keys here: data"),
         (b'["x", "\xff"]', "byte 7 is 0xFF: not UTF-8 "),
         (codecs.BOM_UTF8 + '["é",\n'.encode() + b'{"text": "\xf0\x9f\x9a"}]', "byte 20 is 0xF0: not UTF-8 "),
-        ('["x"]'.encode("utf-16"), r"byte 0 is 0xFF: not UTF-8, but perhaps UTF-16 \(--encoding utf-16\)"),
-        (b'["\\ud800"]', "record 0: character 0 of the text is half of a surrogate pair"),
+        ('["x"]'.encode("utf-16"), r"byte 0 is 0xFF: not UTF-8, perhaps UTF-16 \(--encoding utf-16\)"),
+        (b'["\\ud800"]', "record 0: character 0 of the text is a lone surrogate"),
     ],
 )
 def test_bad_json_file(tmp_path: Path, content: bytes, message: str) -> None:

@@ -142,7 +142,7 @@ def test_model_without_an_end_of_sentence_piece(tmp_path: Path) -> None:
     (tmp_path / "a.model").write_bytes(model.getvalue())
     tokenizer = load_tokenizer(tmp_path / "a.model")
     assert tokenizer.eod_id is None
-    with pytest.raises(DataError, match=r"a\.model: which token ends a document is not clear.*--eod-token"):
+    with pytest.raises(DataError, match=r"a\.model: the end-of-document token is not known.*--eod-token"):
         tokenizer.choose_eod_id(None)
     assert tokenizer.choose_eod_id("<s>") == tokenizer.find_id("<s>")
     with pytest.raises(DataError, match=r"--eod-token <other>: .*a\.model has no such token"):

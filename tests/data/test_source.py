@@ -99,7 +99,9 @@ def test_half_of_a_foreign_pair_is_named(write_shard, tmp_path: Path, path) -> N
     for name in ("a", "b"):
         write_shard(name, [[1]])
     path(tmp_path / "b").unlink()
-    with pytest.raises(DataError, match=rf"{path(tmp_path / 'b')}: no such file; a shard is a .bin and an .idx"):
+    with pytest.raises(
+        DataError, match=rf"{path(tmp_path / 'b')}: no such file; a shard consists of a .bin and an .idx"
+    ):
         TokenSource.open(tmp_path)
 
 

@@ -83,7 +83,7 @@ def test_columns_that_do_not_fit(tmp_path: Path, suffix: str, write) -> None:
     write(make_table(pa.string()), path)
     with pytest.raises(DataError, match=rf"a\.{suffix}: no column 'body' \(--text-key\); columns here: id, text"):
         read(path, text_key="body")
-    with pytest.raises(DataError, match=rf"a\.{suffix}: column 'id' \(--text-key\) holds int64, text expected"):
+    with pytest.raises(DataError, match=rf"a\.{suffix}: column 'id' \(--text-key\) has type int64, expected text"):
         read(path, text_key="id")
 
 
@@ -107,7 +107,7 @@ def test_rows_without_text_and_bad_bytes(tmp_path: Path, suffix: str, write) -> 
 def test_columns_of_the_same_name_and_dots_in_names(tmp_path: Path, suffix: str, write) -> None:
     path = tmp_path / f"a.{suffix}"
     write(pa.table([["x"], ["y"]], names=["text", "text"]), path)
-    with pytest.raises(DataError, match=r"2 columns are called 'text' \(--text-key\); one expected"):
+    with pytest.raises(DataError, match=r"2 columns are called 'text' \(--text-key\); expected one"):
         read(path)
     write(pa.table({"a": [{"text": "inner"}], "a.text": ["outer"]}), path)
     assert read(path, text_key="a.text") == ["outer"]
