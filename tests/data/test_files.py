@@ -1,4 +1,4 @@
-"""Fingerprints of files: they stand in manifests and journals, so the values must never change."""
+"""Tests that fingerprints of files, which are stored in manifests and journals, never change."""
 
 from pathlib import Path
 

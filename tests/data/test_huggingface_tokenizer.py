@@ -1,4 +1,4 @@
-"""Hugging Face tokenizers: against the library itself, against GPT-2's algorithm, and against what texts may hold."""
+"""Tests of Hugging Face tokenizers against `transformers`, GPT-2's algorithm, and unusual texts."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ some_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 def train(folder: Path, texts: list[str], special_tokens: list[str]) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer with 400 tokens, saved as tokenizer.json."""
+    """Trains a byte-level BPE tokenizer with 400 tokens and saves it as tokenizer.json."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,7 +40,7 @@ def train(folder: Path, texts: list[str], special_tokens: list[str]) -> tokenize
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> Path:
-    """tokenizer.json, and the same as vocab.json and merges.txt in `gpt2`."""
+    """A folder with tokenizer.json, and the same tokenizer as vocab.json and merges.txt in `gpt2`."""
     folder = tmp_path_factory.mktemp("huggingface")
     tokenizer = train(folder, texts, [EOD])
     (folder / "gpt2").mkdir()
@@ -55,12 +55,12 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> PreTrainedTokenizerFast:
-    """The same by `transformers`, with special tokens in a text taken as text."""
+    """The same tokenizer in `transformers`, which encodes names of special tokens as text."""
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), split_special_tokens=True)
 
 
 @given(text=some_text)
-def test_ids_are_the_librarys_and_texts_come_back(
+def test_ids_equal_those_of_transformers_and_texts_are_reproduced(
     theirs: PreTrainedTokenizerFast, tokenizer: Tokenizer, text: str
 ) -> None:
     assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False)
@@ -68,7 +68,7 @@ def test_ids_are_the_librarys_and_texts_come_back(
 
 
 def gpt2_encoder(folder: Path) -> Callable[[str], list[int]]:
-    """GPT-2's encoder, written out."""
+    """Returns an implementation of GPT-2's encoder."""
     ids = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")[1:]
     ranks = {tuple(line.split()): rank for rank, line in enumerate(lines) if line}
@@ -94,13 +94,13 @@ def gpt2_encoder(folder: Path) -> Callable[[str], list[int]]:
 
 @settings(max_examples=60)
 @given(text=st.one_of(some_text, st.text(st.sampled_from("kalomi 's\n\t12.é"), max_size=60)))
-def test_vocabulary_and_merges_encode_as_gpt2_does(folder: Path, text: str) -> None:
+def test_vocabulary_and_merges_encode_like_gpt2(folder: Path, text: str) -> None:
     tokenizer = load_tokenizer(folder / "gpt2")
     assert tokenizer.encode(text) == gpt2_encoder(folder / "gpt2")(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_vocabulary_and_merges_by_all_their_names(folder: Path, tmp_path: Path) -> None:
+def test_vocabulary_and_merges_are_found_under_all_their_names(folder: Path, tmp_path: Path) -> None:
     wanted = load_tokenizer(folder / "gpt2")
     assert wanted.eod_id == wanted.find_id(EOD) == 0
     for vocabulary, merges in (
@@ -123,7 +123,7 @@ def test_vocabulary_and_merges_by_all_their_names(folder: Path, tmp_path: Path) 
         load_tokenizer(tmp_path / "alone")
 
 
-def test_what_travels_is_the_same_tokenizer(folder: Path, tmp_path: Path, texts: list[str]) -> None:
+def test_stored_copy_is_the_same_tokenizer(folder: Path, tmp_path: Path, texts: list[str]) -> None:
     for path in (folder, folder / "gpt2"):
         tokenizer = load_tokenizer(path)
         (tmp_path / tokenizer.file_name).write_bytes(tokenizer.content)
@@ -133,7 +133,7 @@ def test_what_travels_is_the_same_tokenizer(folder: Path, tmp_path: Path, texts:
     assert load_tokenizer(folder).content == (folder / "tokenizer.json").read_bytes()
 
 
-def test_names_of_special_tokens_in_a_text_are_text(tokenizer: Tokenizer) -> None:
+def test_names_of_special_tokens_are_encoded_as_text(tokenizer: Tokenizer) -> None:
     text = f"ka{EOD}lo {EOD}"
     ids = tokenizer.encode(text)
     assert tokenizer.eod_id == 0
@@ -142,8 +142,8 @@ def test_names_of_special_tokens_in_a_text_are_text(tokenizer: Tokenizer) -> Non
     assert tokenizer.decode([*ids, 0]) == text
 
 
-def test_end_of_document_as_a_plain_added_token(folder: Path, tmp_path: Path) -> None:
-    """Which the library finds in texts, other than special ones."""
+def test_plain_added_end_of_document_token_is_not_found_in_text(folder: Path, tmp_path: Path) -> None:
+    """The library finds plain added tokens in texts, unlike special tokens."""
     train(tmp_path, ["a b"], ["<pad>"]).save(str(tmp_path / "tokenizer.json"))
     changed = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     changed.add_tokens([EOD])
@@ -156,7 +156,7 @@ def test_end_of_document_as_a_plain_added_token(folder: Path, tmp_path: Path) ->
     assert tokenizer.decode([*ids, eod_id]) == f"a{EOD}b"
 
 
-def test_tokenizer_that_leaves_characters_out(folder: Path, tmp_path: Path) -> None:
+def test_tokenizers_that_drop_characters_are_detected(folder: Path, tmp_path: Path) -> None:
     assert not load_tokenizer(folder).drops_characters
     content = json.loads((folder / "tokenizer.json").read_text())
     path = tmp_path / "tokenizer.json"
@@ -175,8 +175,8 @@ def test_tokenizer_that_leaves_characters_out(folder: Path, tmp_path: Path) -> N
         load_tokenizer(tmp_path).encode("b")
 
 
-def test_merges_that_lead_to_no_token(tmp_path: Path, capfd) -> None:
-    """At which the library panics, which is no Exception."""
+def test_merges_without_a_token_are_an_error(tmp_path: Path, capfd) -> None:
+    """The library panics in this case, with an error that does not derive from Exception."""
     (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1}')
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
     with pytest.raises(DataError, match=r"vocab\.json, merges\.txt: not a vocabulary and its merges: "):
@@ -184,8 +184,8 @@ def test_merges_that_lead_to_no_token(tmp_path: Path, capfd) -> None:
     capfd.readouterr()
 
 
-def test_settings_that_change_texts_are_ignored(folder: Path, tmp_path: Path) -> None:
-    """Truncation, padding, tokens around a text, and dropout."""
+def test_settings_that_change_the_ids_are_ignored(folder: Path, tmp_path: Path) -> None:
+    """Truncation, padding, tokens added around a text, and dropout."""
     changed = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     changed.enable_truncation(4)
     changed.enable_padding(length=50)
@@ -207,7 +207,9 @@ def test_settings_that_change_texts_are_ignored(folder: Path, tmp_path: Path) ->
         (["<stop>"], None, r"not known \(none of <\|endoftext\|>, "),
     ],
 )
-def test_end_of_document(tmp_path: Path, names: list[str], chosen: str | None, message: str) -> None:
+def test_end_of_document_token_is_chosen_by_name(
+    tmp_path: Path, names: list[str], chosen: str | None, message: str
+) -> None:
     train(tmp_path, ["a b"], names)
     tokenizer = load_tokenizer(tmp_path)
     if chosen is not None:
@@ -218,7 +220,7 @@ def test_end_of_document(tmp_path: Path, names: list[str], chosen: str | None, m
     assert tokenizer.choose_eod_id(names[-1]) == len(names) - 1
 
 
-def test_vocabulary_reaches_to_the_largest_id(tmp_path: Path) -> None:
+def test_vocabulary_size_covers_the_largest_id(tmp_path: Path) -> None:
     model = models.WordLevel({"a": 0, "b": 7, "[UNK]": 3}, unk_token="[UNK]")
     plain = tokenizers.Tokenizer(model)
     plain.normalizer = normalizers.Lowercase()

@@ -1,4 +1,4 @@
-"""Fingerprints of shards without a manifest: they stand in checkpoints, so the values must never change."""
+"""Tests that fingerprints of shards without a manifest, which are stored in checkpoints, never change."""
 
 from __future__ import annotations
 
