@@ -130,7 +130,7 @@ def _apply_override(tree: Tree, override: str) -> None:
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, (dict, list)):
-            raise ConfigError([f"{key}: {parent} holds {node!r}, which has no keys"])
+            raise ConfigError([f"{key}: {parent} is {node!r}, which has no keys"])
     if isinstance(node, list):
         node[_index(node, leaf, key)] = value
     else:

@@ -28,12 +28,12 @@ class RunConfig(Section):
     name: str | None = Field(
         None, min_length=1, pattern=r"^[^/\\]+$", description="name of the run's folder; default: the YAML file's name"
     )
-    dir: str = Field("runs", min_length=1, description="folder that holds the runs' folders")
+    dir: str = Field("runs", min_length=1, description="folder that contains the run folders")
     seed: int = Field(0, ge=0, lt=2**63, description="seed of the initial weights and of the data order")
     resume: str = Field(
         "auto",
         min_length=1,
-        description="`auto`: resume from the newest valid checkpoint in this run's folder, or start a new run; `never`:"
+        description="`auto`: resume from the newest undamaged checkpoint in this run's folder, or start a new run; `never`:"
         " start a new run, and fail unless the folder is empty; a path: resume from that checkpoint, or fail",
     )
     init_from: str | None = Field(
@@ -160,7 +160,7 @@ class QkControlConfig(Section):
 
     @property
     def chosen(self) -> QkPolicy:
-        """The policy that `policy` names."""
+        """The policy object that `policy` names."""
         return POLICIES[self.policy]
 
 
@@ -296,7 +296,7 @@ class TrainConfig(Section):
 
     @property
     def last_step(self) -> int:
-        """The step after which a start ends."""
+        """The step after which training stops."""
         return self.stop_step or self.steps
 
 

@@ -25,8 +25,8 @@ ERROR_POLICIES = ("stop", "skip", "replace")
 NEWLINES = ("unify", "keep")
 BLOCK_BYTES = 1 << 20
 _BLANK_LINE = re.compile(rb"[\r\n][ \t\f\v]+[\r\n]")
-_LONGEST_BLANK_LINE = 256  # a longer one ends a document, but the file is not split there
-_ROWS_AT_ONCE = 64
+_MAX_BLANK_LINE_BYTES = 256  # a longer one ends a document, but the file is not split there
+_ROWS_PER_BATCH = 64
 _Text = bytes | str | None
 
 
@@ -243,7 +243,7 @@ def _read_parquet(file: InputFile, options: ReadOptions) -> Iterator[tuple[Block
     from data.tables import parquet_columns
 
     with open_seekable(file) as stream:
-        texts = parquet_columns(stream, str(file.path), options.text_key, file.size_bytes, _ROWS_AT_ONCE)
+        texts = parquet_columns(stream, str(file.path), options.text_key, file.size_bytes, _ROWS_PER_BATCH)
         yield from record_blocks(str(file.path), "row", texts)
 
 
@@ -251,7 +251,7 @@ def _read_arrow(file: InputFile, options: ReadOptions) -> Iterator[tuple[Block, 
     from data.tables import arrow_columns
 
     with open_seekable(file) as stream:
-        texts = arrow_columns(stream, str(file.path), options.text_key, file.size_bytes, _ROWS_AT_ONCE)
+        texts = arrow_columns(stream, str(file.path), options.text_key, file.size_bytes, _ROWS_PER_BATCH)
         yield from record_blocks(str(file.path), "row", texts)
 
 
@@ -317,7 +317,7 @@ def _after_line(buffer: bytearray, start: int) -> int:
 
 
 def _after_blank_line(buffer: bytearray, start: int) -> int:
-    start = max(start - _LONGEST_BLANK_LINE, 0)
+    start = max(start - _MAX_BLANK_LINE_BYTES, 0)
     found = [(buffer.rfind(ends, start), len(ends)) for ends in (b"\n\n", b"\n\r\n", b"\r\r")]
     if max(found)[0] >= 0:
         return max(position + length for position, length in found if position >= 0)

@@ -12,7 +12,7 @@ import xxhash
 from data.blocks import Block, ReadOptions, record_blocks
 from data.errors import DataError
 
-_ROWS_AT_ONCE = 64
+_ROWS_PER_BATCH = 64
 _SAVED_NAMES = ("state.json", "dataset_dict.json")  # files in folders written by `save_to_disk`
 
 
@@ -90,7 +90,7 @@ class DatasetSource:
         if dataset.column_names is not None and text_key in dataset.column_names:
             dataset = dataset.select_columns([text_key])
         try:
-            for table in dataset.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+            for table in dataset.with_format("arrow").iter(batch_size=_ROWS_PER_BATCH):
                 check_text_column(table.schema, text_key, self._label)
                 done_rows += len(table)
                 done_bytes = self.size_bytes * done_rows // num_rows if num_rows else 0

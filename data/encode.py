@@ -17,7 +17,7 @@ from data.readers import read_documents
 from data.tokenizer import Tokenizer
 
 _SEGMENT_CHARS = 1 << 15
-_LONGEST_SEGMENT_CHARS = 1 << 20
+_MAX_SEGMENT_CHARS = 1 << 20
 _PASSAGE_CHARS = 1 << 20
 
 
@@ -157,7 +157,7 @@ def _cuts(text: str) -> Iterator[int]:
 
 
 def _next_cut(text: str, start: int) -> int:
-    first, last = start + _SEGMENT_CHARS, start + _LONGEST_SEGMENT_CHARS
+    first, last = start + _SEGMENT_CHARS, start + _MAX_SEGMENT_CHARS
     if first >= len(text):
         return len(text)
     for stop in (min(first + _SEGMENT_CHARS, last), last):

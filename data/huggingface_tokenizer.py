@@ -60,7 +60,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.token_to_id(token)
 
     def _drops_characters(self) -> bool:
-        """Whether characters are dropped: BPE does so without an unknown token, byte fallback or all 256 bytes."""
+        """Whether the model is BPE without an unknown token, byte fallback or tokens for all 256 bytes."""
         model = self._tokenizer.model
         if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None or model.byte_fallback:
             return False

@@ -41,7 +41,7 @@ _DTYPE_OF_CODE: dict[int, np.dtype] = {
 _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _UINT16_VOCAB_LIMIT = 65_500  # Megatron's `optimal_dtype`
 _MAX_SEQUENCE_TOKENS = 2**31 - 1
-_CHECKED_AT_ONCE = 1 << 22
+_CHECK_CHUNK_ENTRIES = 1 << 22
 
 
 def bin_path(prefix: Path) -> Path:
@@ -327,10 +327,10 @@ def _map(path: Path, dtype: np.dtype, count: int, offset_bytes: int) -> np.ndarr
 def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
     """Check that the sequences lie back to back, and return the size that the `.bin` must have."""
     num_bytes = 0
-    for first in range(0, len(lengths), _CHECKED_AT_ONCE):
-        sizes_bytes = lengths[first : first + _CHECKED_AT_ONCE].astype(np.int64) * itemsize
+    for first in range(0, len(lengths), _CHECK_CHUNK_ENTRIES):
+        sizes_bytes = lengths[first : first + _CHECK_CHUNK_ENTRIES].astype(np.int64) * itemsize
         stops = num_bytes + np.cumsum(sizes_bytes)
-        wrong = (pointers[first : first + _CHECKED_AT_ONCE] != stops - sizes_bytes) | (sizes_bytes < 0)
+        wrong = (pointers[first : first + _CHECK_CHUNK_ENTRIES] != stops - sizes_bytes) | (sizes_bytes < 0)
         if wrong.any():
             sequence = first + int(wrong.argmax())
             raise DataError(
@@ -346,8 +346,8 @@ def _check_documents(index: Path, documents: np.ndarray, num_sequences: int) -> 
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != num_sequences:
         raise DataError(f"{index}: document entries do not run from 0 to the {num_sequences:,} sequences")
     is_sequence_per_document = True
-    for first in range(0, len(documents), _CHECKED_AT_ONCE):
-        steps = np.diff(documents[first : first + _CHECKED_AT_ONCE + 1])
+    for first in range(0, len(documents), _CHECK_CHUNK_ENTRIES):
+        steps = np.diff(documents[first : first + _CHECK_CHUNK_ENTRIES + 1])
         if (steps < 0).any():
             entry = first + int((steps < 0).argmax())
             raise DataError(

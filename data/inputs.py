@@ -60,7 +60,7 @@ class InputFile:
         return cls(path, format or "text", compression, path.stat().st_size)
 
 
-def find_input_files(inputs: Iterable[str], left_out: Counter[str], excluded: Sequence[Path] = ()) -> list[InputFile]:
+def find_input_files(inputs: Iterable[str], ignored: Counter[str], excluded: Sequence[Path] = ()) -> list[InputFile]:
     """Find the files that paths, folders and globs refer to: each once, in the order given, sorted by name within each.
 
     A folder stands for all files below it that have a known suffix. Hidden files and folders and the outputs of
@@ -68,7 +68,7 @@ def find_input_files(inputs: Iterable[str], left_out: Counter[str], excluded: Se
 
     Args:
         inputs: Paths, folders and globs as the user typed them.
-        left_out: Receives the number of other files in folders, by the suffix of their names.
+        ignored: Receives the number of other files in folders, by the suffix of their names.
         excluded: Folders whose files are skipped, since the output may lie within an input.
 
     Raises:
@@ -76,7 +76,7 @@ def find_input_files(inputs: Iterable[str], left_out: Counter[str], excluded: Se
     """
     files: dict[str, InputFile] = {}
     for given in inputs:
-        for path in _find(given, {os.path.realpath(folder) for folder in excluded}, left_out):
+        for path in _find(given, {os.path.realpath(folder) for folder in excluded}, ignored):
             files.setdefault(os.path.realpath(path), InputFile.open(path))
     return list(files.values())
 
@@ -114,9 +114,9 @@ def _whole_suffix(name: str) -> str:
     return os.path.splitext(stem)[1] + suffix if suffix in _COMPRESSION_OF_SUFFIX else suffix
 
 
-def _find(given: str, excluded: set[str], left_out: Counter[str]) -> list[Path]:
+def _find(given: str, excluded: set[str], ignored: Counter[str]) -> list[Path]:
     if os.path.isdir(given):
-        found = sorted(_files_below(given, excluded, left_out))
+        found = sorted(_files_below(given, excluded, ignored))
         if not found:
             raise DataError(f"--input {given}: no {', '.join(_FORMAT_OF_SUFFIX)} file in this folder")
         return found
@@ -127,7 +127,7 @@ def _find(given: str, excluded: set[str], left_out: Counter[str]) -> list[Path]:
     found = []
     for match in sorted(glob.glob(given, recursive=True)):
         if os.path.isdir(match) and "**" not in given:
-            found += sorted(_files_below(match, excluded, left_out))
+            found += sorted(_files_below(match, excluded, ignored))
         elif _is_file(match) and not _is_below(os.path.realpath(match), excluded):
             found.append(Path(match))
     if not found:
@@ -135,7 +135,7 @@ def _find(given: str, excluded: set[str], left_out: Counter[str]) -> list[Path]:
     return found
 
 
-def _files_below(folder: str, excluded: set[str], left_out: Counter[str]) -> Iterator[Path]:
+def _files_below(folder: str, excluded: set[str], ignored: Counter[str]) -> Iterator[Path]:
     visited: set[str] = set()  # links may form a cycle
 
     def stop(error: OSError) -> None:
@@ -154,7 +154,7 @@ def _files_below(folder: str, excluded: set[str], left_out: Counter[str]) -> Ite
                 continue
             path = os.path.join(parent, name)
             if _split_suffixes(name)[0] is None:
-                left_out[_whole_suffix(name)] += 1
+                ignored[_whole_suffix(name)] += 1
             elif _is_file(path):
                 yield Path(path)
 

@@ -11,7 +11,7 @@ from data.streams import Chunk, decode_chunks
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN_VALUES = re.compile(r"[ \t\r\n]*,?[ \t\r\n]*")
-_LONGEST_LITERAL = 16  # an error this close to the end of the text read so far may be due to that end
+_MAX_LITERAL_CHARS = 16  # an error this close to the end of the text read so far may be due to that end
 _DECODER = json.JSONDecoder()
 
 
@@ -82,7 +82,7 @@ class _Window:
             try:
                 value, stop = _DECODER.raw_decode(self._text, self.position)
             except json.JSONDecodeError as error:
-                is_cut_short = error.pos > len(self._text) - _LONGEST_LITERAL or error.msg.startswith("Unterminated")
+                is_cut_short = error.pos > len(self._text) - _MAX_LITERAL_CHARS or error.msg.startswith("Unterminated")
                 if self._at_end or not is_cut_short:
                     raise self.error(error.msg, error.pos) from None
             except (ValueError, RecursionError) as error:

@@ -41,7 +41,7 @@ def _find_file(path: Path) -> Path:
                 return path / name
         raise DataError(f"{path}: no {', '.join(names)} in this folder")
     if not path.is_file():
-        raise DataError(f"{path}: no such file; a SentencePiece model or a tokenizer.json expected")
+        raise DataError(f"{path}: no such file; expected a SentencePiece model or a tokenizer.json")
     return path
 
 

@@ -30,7 +30,7 @@ from data.order import SampleOrder
 from data.packing import IGNORE, UNMASKED, Packing, document_positions, drop_targets
 from data.source import TokenSource
 
-_LOCATED_AT_ONCE = 256  # samples that are located in one call, which costs as much for 1 as for 256
+_SAMPLES_PER_LOCATE = 256  # samples that are located in one call, which costs as much for 1 as for 256
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class StepLoader:
     def _read_steps(self, first_sample: int) -> Iterator[StepBatch]:
         """Yield all steps from `first_sample` on; runs in the thread."""
         slots = self._slots[self._slots < self._samples_per_step]
-        num_steps = -(-_LOCATED_AT_ONCE // max(len(slots), 1))
+        num_steps = -(-_SAMPLES_PER_LOCATE // max(len(slots), 1))
         while True:
             first_samples = first_sample + self._samples_per_step * np.arange(num_steps)
             located = self._order.locate(first_samples.reshape(-1, 1) + slots)

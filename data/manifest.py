@@ -13,7 +13,7 @@ from data.files import write_file
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 COUNT_NAMES = ("documents", "empty", "skipped", "replaced", "nul", "text_bytes")
-_MOST_HINTS = 4
+_MAX_HINTS = 4
 _VOCAB_MULTIPLE = 64  # keeps the rows of the embedding a multiple of the tile size of matrix kernels
 
 
@@ -151,6 +151,6 @@ def _hint(folder: Path) -> str:
     if is_unfinished(folder):
         return "this is an unfinished preparation; run the same command again to resume it"
     if found := sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST_NAME}")):
-        more = " or ..." if len(found) > _MOST_HINTS else ""
-        return f"did you mean {' or '.join(map(str, found[:_MOST_HINTS]))}{more}?"
+        more = " or ..." if len(found) > _MAX_HINTS else ""
+        return f"did you mean {' or '.join(map(str, found[:_MAX_HINTS]))}{more}?"
     return "expected a folder written by data.prepare, a folder of .bin/.idx pairs, or one such pair without its suffix"

@@ -11,7 +11,7 @@ from data.command_line import ArgumentParser
 from data.dataset import DatasetRequest
 from data.encode import SplitOptions
 from data.errors import DataError
-from data.sentencepiece_tokenizer import LEAST_VOCAB_SIZE, MODEL_TYPES
+from data.sentencepiece_tokenizer import MIN_VOCAB_SIZE, MODEL_TYPES
 from data.streams import check_encoding
 from data.tokenizer import Tokenizer
 
@@ -53,14 +53,14 @@ class Options:
     def __post_init__(self) -> None:
         if not 0 <= self.val_fraction < 1:
             raise DataError(f"--val-fraction {self.val_fraction}: expected at least 0 and less than 1")
-        for flag, value, least in [
-            ("--vocab-size", self.vocab_size, LEAST_VOCAB_SIZE),
+        for flag, value, minimum in [
+            ("--vocab-size", self.vocab_size, MIN_VOCAB_SIZE),
             ("--shard-tokens", self.shard_tokens, 1),
             ("--workers", self.num_workers, 1),
             ("--seed", self.seed, 0),
         ]:
-            if value < least:
-                raise DataError(f"{flag} {value}: expected at least {least}")
+            if value < minimum:
+                raise DataError(f"{flag} {value}: expected at least {minimum}")
 
     @property
     def split(self) -> SplitOptions:

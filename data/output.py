@@ -37,7 +37,7 @@ def partial_path(output: Path) -> Path:
     return output.with_name(f"{output.name}.partial")
 
 
-def is_made_already(output: Path, options: dict[str, Any], input_record: dict[str, Any], overwrite: bool) -> bool:
+def is_up_to_date(output: Path, options: dict[str, Any], input_record: dict[str, Any], overwrite: bool) -> bool:
     """Whether the output exists, is intact, and was made with these options from this input.
 
     Raises:

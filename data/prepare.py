@@ -35,7 +35,7 @@ from data.journal import Journal
 from data.load_tokenizer import load_tokenizer
 from data.manifest import pad_vocab_size
 from data.options import Options, parse_arguments
-from data.output import clear, is_made_already, partial_folder, partial_path, publish, resolve_output
+from data.output import clear, is_up_to_date, partial_folder, partial_path, publish, resolve_output
 from data.parallel import map_tasks
 from data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from data.shards import SplitWriter
@@ -102,7 +102,7 @@ def prepare(options: Options) -> None:
     recorded = options.recorded(given)
     output = resolve_output(options.output)
     source = _open_input(options, output)
-    if is_made_already(output, recorded, source.record, options.overwrite):
+    if is_up_to_date(output, recorded, source.record, options.overwrite):
         print(f"{options.output} was made from the same input with the same options: nothing to do")
         return
     with partial_folder(output) as folder:
@@ -128,11 +128,11 @@ def _open_input(options: Options, output: Path) -> _Input:
         dataset = DatasetSource(options.dataset)
         record = dataset.describe()
         return _Input([dataset], dataset.size_bytes, f"dataset {options.dataset.name}", record)
-    left_out: Counter[str] = Counter()
-    files = find_input_files(options.inputs, left_out, (output, partial_path(output)))
-    if left_out:
-        kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in left_out.most_common(5))
-        print(f"ignored {_plural(left_out.total(), 'file')} of other types: {kinds}", flush=True)
+    ignored: Counter[str] = Counter()
+    files = find_input_files(options.inputs, ignored, (output, partial_path(output)))
+    if ignored:
+        kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in ignored.most_common(5))
+        print(f"ignored {_plural(ignored.total(), 'file')} of other types: {kinds}", flush=True)
     record = describe_files(files)
     name = f"{_plural(len(files), 'file')}, {record['size_bytes'] / 1e6:,.1f} MB"
     changed_ns = max(file.path.stat().st_mtime_ns for file in files)

@@ -14,7 +14,7 @@ from data.tokenizer import Tokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
 MODEL_TYPES = ("unigram", "bpe")
-LEAST_VOCAB_SIZE = 260  # 256 bytes, three other pieces and one character
+MIN_VOCAB_SIZE = 260  # 256 bytes, three other pieces and one character
 _TRAINING_THREADS = 4  # fixed, since floating-point sums and thus the result depend on it
 _SENTENCE_CHARS = 4096
 
@@ -124,8 +124,8 @@ def _explain_failure(message: str, vocab_size: int) -> str:
     vocabulary = f"a vocabulary of {vocab_size:,} (--vocab-size)"
     if limit := re.search(r"Vocabulary size too high.*<= (\d+)", message):
         return f"{vocabulary} is too large for this text, which gives at most {int(limit[1]):,} pieces"
-    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return f"{vocabulary} is too small for this text, which needs at least {int(least[1]):,} pieces"
+    if minimum := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return f"{vocabulary} is too small for this text, which needs at least {int(minimum[1]):,} pieces"
     if "sentences_.empty()" in message:
         return "there is no text to train a tokenizer on"
     return f"training the tokenizer failed: {' '.join(message.split())}"

@@ -30,7 +30,7 @@ class SkippedSamples:
                 merged.append((first, stop))
         return cls(tuple(merged))
 
-    def and_range(self, first: int, stop: int) -> "SkippedSamples":
+    def with_range(self, first: int, stop: int) -> "SkippedSamples":
         """Return these ranges and one more."""
         return self.of([*self.ranges, (first, stop)])
 

@@ -162,7 +162,7 @@ def test_all_problems_are_reported_at_once(minimal: Path) -> None:
         ),
         ("data.val_sources={a/b: x}", "cannot name a validation set"),
         ("train=3", "train: 3 is not allowed; expected a mapping of keys"),
-        ("train.steps.more=3", "train.steps.more: steps holds 10, which has no keys"),
+        ("train.steps.more=3", "train.steps.more: steps is 10, which has no keys"),
         ("optim.lr=[", "not valid YAML"),
     ],
 )

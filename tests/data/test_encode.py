@@ -91,7 +91,7 @@ def test_segments_give_the_same_ids_as_the_whole_text(tokenizer: Tokenizer, text
 def test_segments_end_only_at_allowed_places(text: str, size: int, longest: int) -> None:
     with (
         mock.patch.object(encode, "_SEGMENT_CHARS", size),
-        mock.patch.object(encode, "_LONGEST_SEGMENT_CHARS", longest),
+        mock.patch.object(encode, "_MAX_SEGMENT_CHARS", longest),
     ):
         cuts = list(encode._cuts(text))
     assert cuts[0] == 0 and cuts[-1] == len(text)
@@ -108,7 +108,7 @@ def test_text_without_an_allowed_place_is_still_reproduced(tokenizer_path: Path)
     text = "日本語🚀" * 1000
     with (
         mock.patch.object(encode, "_SEGMENT_CHARS", 50),
-        mock.patch.object(encode, "_LONGEST_SEGMENT_CHARS", 100),
+        mock.patch.object(encode, "_MAX_SEGMENT_CHARS", 100),
     ):
         assert tokenizer.decode(encode_whole(tokenizer, text)) == text
 

@@ -52,9 +52,9 @@ def test_output_within_the_input_is_skipped(folder: Path) -> None:
 def test_ignored_files_in_folders_are_counted(folder: Path) -> None:
     for name in ("sub/more.PY", "noname", "c.csv.gz", "d.txt.bz2"):
         (folder / name).touch()
-    left_out: Counter[str] = Counter()
-    find_input_files([str(folder), str(folder / "*.txt")], left_out)
-    assert left_out == {".py": 2, "": 1, ".csv.gz": 1, ".bz2": 1}
+    ignored: Counter[str] = Counter()
+    find_input_files([str(folder), str(folder / "*.txt")], ignored)
+    assert ignored == {".py": 2, "": 1, ".csv.gz": 1, ".bz2": 1}
 
 
 def test_outputs_of_other_preparations_are_skipped(folder: Path) -> None:

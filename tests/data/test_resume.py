@@ -63,7 +63,7 @@ def corpus(tmp_path: Path, texts: list[str]) -> Path:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr(blocks, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(blocks, "_ROWS_PER_BATCH", 4)
     monkeypatch.setattr(prepare, "_SECONDS_BETWEEN_SAVES", 0.0)
 
 

@@ -29,7 +29,7 @@ def test_places_are_those_outside_all_ranges(ranges: list[list[int]]) -> None:
 
 @given(RANGES, st.integers(0, 250))
 def test_adding_a_range_equals_creating_them_with_it(ranges: list[list[int]], num_samples: int) -> None:
-    added = SkippedSamples.of(ranges).and_range(10, 10 + num_samples)
+    added = SkippedSamples.of(ranges).with_range(10, 10 + num_samples)
     assert added == SkippedSamples.of([*ranges, [10, 10 + num_samples]])
 
 

@@ -45,7 +45,7 @@ def test_zstd_with_a_long_window_is_read(tmp_path: Path) -> None:
 def test_damaged_file_is_reported(tmp_path: Path, suffix: str, compress) -> None:
     path = tmp_path / f"a.txt.{suffix}"
     whole = compress(CONTENT)
-    for content in (b"no archive", whole[:3], whole[:-5], whole[: len(whole) // 2], whole + b"debris"):
+    for content in (b"not an archive", whole[:3], whole[:-5], whole[: len(whole) // 2], whole + b"trailing bytes"):
         with pytest.raises(DataError, match=rf"a\.txt\.{suffix}: damaged (gzip|zstd) file: \w+"):
             read(path, content)
 
