@@ -33,8 +33,8 @@ class RunConfig(Section):
     resume: str = Field(
         "auto",
         min_length=1,
-        description="`auto`: resume from the newest undamaged checkpoint in this run's folder, or start a new run; `never`:"
-        " start a new run, and fail unless the folder is empty; a path: resume from that checkpoint, or fail",
+        description="`auto`: resume from the newest undamaged checkpoint in this run's folder, or start a new run;"
+        " `never`: start a new run, and fail unless the folder is empty; a path: resume from that checkpoint, or fail",
     )
     init_from: str | None = Field(
         None,
