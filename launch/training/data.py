@@ -198,7 +198,7 @@ def _packing(config: Config) -> Packing:
 
 
 def fingerprint(source: TokenSource) -> str:
-    """Hash of what a source holds, wherever it lies.
+    """Returns a hash of a source's content, which does not depend on its path.
 
     With a manifest, the hash covers the hashes that it lists. Foreign shards may hold terabytes, so their hash covers
     the size of each and evenly spaced samples of its tokens.
