@@ -193,7 +193,7 @@ class IndexedShardWriter:
         num_bytes = num_tokens * dtype.itemsize
         if len(lengths) != num_documents or lengths.sum() != num_tokens or _size_bytes(tokens_file) < num_bytes:
             raise DataError(
-                f"{tokens_file}: some of the {num_documents:,} documents, {num_tokens:,} tokens are missing"
+                f"{tokens_file}: expected {num_documents:,} documents with {num_tokens:,} tokens; some are missing"
             )
         os.truncate(saved, lengths.nbytes)
         os.truncate(tokens_file, num_bytes)

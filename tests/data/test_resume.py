@@ -299,5 +299,5 @@ def test_resuming_a_shard_with_missing_documents_is_an_error(tmp_path: Path) -> 
     writer.save()
     writer.release()
     for num_documents, num_tokens in ((2, 10), (1, 11)):
-        with pytest.raises(DataError, match=r"shard\.bin\.tmp: some of the .* are missing"):
+        with pytest.raises(DataError, match=r"shard\.bin\.tmp: expected .* tokens; some are missing"):
             IndexedShardWriter.resume(tmp_path / "shard", np.dtype("<u2"), num_documents, num_tokens)
