@@ -1,4 +1,4 @@
-"""Checks that involve several keys: functions from a configuration to problems, so that all are reported at once."""
+"""Checks that involve several keys. They yield problems instead of raising errors, so that all are reported at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from configs.resume import allows_init_from
 from configs.schema import Config, ModelConfig, Section
 
-# Keys of the DeepSpeed file that the schema generates, and the key that a user sets instead.
+# Keys of the DeepSpeed file that are generated from the schema, and the key to set instead.
 OWNED_BY_SCHEMA = {
     "optimizer": "optim.*",
     "scheduler": "optim.schedule, optim.warmup_steps and optim.min_lr_ratio",
@@ -42,7 +42,7 @@ ALLOWED_OVERRIDES = (
     "wall_clock_breakdown",
     "zero_optimization",
 )
-# What this project has tried; the stage-3 keys in the spelling of DeepSpeed's documentation.
+# Keys that were tested with this project; the stage-3 keys are spelt as in DeepSpeed's documentation.
 ALLOWED_ZERO_KEYS = (
     "allgather_bucket_size",
     "allgather_partitions",
@@ -62,7 +62,7 @@ ALLOWED_ZERO_KEYS = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem and the keys whose values it speaks of."""
+    """A problem, and the keys whose values cause it."""
 
     keys: tuple[str, ...]
     message: str
@@ -72,7 +72,7 @@ class Problem:
 
 
 def find_problems(config: Config) -> Iterator[Problem]:
-    """All cross-key problems of a configuration whose single fields are valid."""
+    """Yields all problems between the keys of a configuration whose individual fields are valid."""
     yield from _model_problems(config)
     yield from _batch_problems(config)
     yield from _step_problems(config)
@@ -106,7 +106,7 @@ def _mha_problems(model: ModelConfig) -> Iterator[Problem]:
     if head_dim % 2 == 1:
         yield Problem(
             ("model.head_dim", "model.dim", "model.num_heads"),
-            f"{head_dim:.0f} is odd; rotary positions turn pairs of values, so the width of a head must be even",
+            f"{head_dim:.0f} is odd; rotary positions rotate pairs of values, so the width of a head must be even",
         )
     yield from _unused_keys(
         "model.attention.mla", model.attention.mla, "model.attention.kind", "mla", model.attention.kind
@@ -118,7 +118,7 @@ def _mla_problems(model: ModelConfig) -> Iterator[Problem]:
     if rope_dim is not None and rope_dim % 2:
         yield Problem(
             ("model.attention.mla.rope_dim",),
-            f"{rope_dim} is odd; rotary positions turn pairs of values, so this width must be even",
+            f"{rope_dim} is odd; rotary positions rotate pairs of values, so this width must be even",
         )
 
 
@@ -138,11 +138,11 @@ def _batch_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             ("train.global_batch_tokens", "data.seq_len", "model.max_seq_len"),
             f"{config.train.global_batch_tokens} is not a multiple of the sequence length {seq_len}; "
-            f"the nearest: {choices}",
+            f"the nearest valid value is {choices}",
         )
     for name in config.data.val_sources:
         if not name or "/" in name:
-            yield Problem(("data.val_sources",), f"{name!r} cannot name a validation set: it is empty or has a '/'")
+            yield Problem(("data.val_sources",), f"{name!r} cannot name a validation set: it is empty or contains '/'")
 
 
 def _step_problems(config: Config) -> Iterator[Problem]:
@@ -165,58 +165,59 @@ def _control_problems(config: Config) -> Iterator[Problem]:
     if control.clip_threshold is not None and config.model.attention.qk_norm:
         yield Problem(
             ("qk_control.clip_threshold", "model.attention.qk_norm"),
-            f"{control.clip_threshold:g} shrinks weights, whose size model.attention.qk_norm takes away; set only one",
+            f"{control.clip_threshold:g} has no effect with model.attention.qk_norm, which normalises the scale of the "
+            "weights away; set only one",
         )
     if control.max_ratio is not None and "max_ratio" not in control.chosen.own_keys:
         yield Problem(
             ("qk_control.max_ratio", "qk_control.policy"),
-            f"{control.max_ratio} caps the ratios of qk_control.policy=quack; set that, or leave this out",
+            f"{control.max_ratio} limits the ratios of qk_control.policy=quack; set that policy, or remove this key",
         )
     max_alpha = control.chosen.max_alpha
     if max_alpha is not None and not control.adaptive.min_alpha <= control.alpha <= max_alpha:
         yield Problem(
             ("qk_control.alpha", "qk_control.adaptive.min_alpha"),
-            f"{control.alpha} is where `adaptive` starts; expected between qk_control.adaptive.min_alpha="
-            f"{control.adaptive.min_alpha} and {max_alpha:g}",
+            f"{control.alpha} is the initial value of `adaptive`; expected a value between "
+            f"qk_control.adaptive.min_alpha={control.adaptive.min_alpha} and {max_alpha:g}",
         )
     yield from _unused_keys("qk_control.adaptive", control.adaptive, "qk_control.policy", "adaptive", control.policy)
     yield from _unused_keys("optim.muon", optim.muon, "optim.name", "muon", optim.name)
 
 
 def _phase_problems(config: Config) -> Iterator[Problem]:
-    """Phases are in order, and each lasts for a sequence at least."""
+    """Checks that phases are in order and that each lasts for at least one sequence."""
     seq_len = config.data.seq_len or config.model.max_seq_len
     for index, (phase, following) in enumerate(pairwise(config.data.phases)):
         if -(-phase.start_tokens // seq_len) >= -(-following.start_tokens // seq_len):
             yield Problem(
                 (f"data.phases.{index + 1}.start_tokens", "data.phases", "data.seq_len", "model.max_seq_len"),
-                f"{following.start_tokens} is not a sequence of {seq_len} tokens, or more, after "
+                f"{following.start_tokens} must be at least one sequence of {seq_len} tokens after "
                 f"data.phases.{index}.start_tokens={phase.start_tokens}",
             )
 
 
 def _unused_keys(prefix: str, section: Section, chooser: str, wanted: str, chosen: str) -> Iterator[Problem]:
-    """Keys of a section that were changed although another choice makes them idle."""
+    """Checks that no key of a section was changed if `chooser` selects something that does not use the section."""
     if chosen == wanted:
         return
     default = type(section)()
     for key in type(section).model_fields:
         if getattr(section, key) != getattr(default, key):
-            yield Problem((f"{prefix}.{key}", chooser), f"is only for {chooser}={wanted}; set that, or leave this out")
+            yield Problem((f"{prefix}.{key}", chooser), f"is only for {chooser}={wanted}; set that, or remove this key")
 
 
 def _run_problems(config: Config) -> Iterator[Problem]:
     if config.run.name in (".", ".."):
-        yield Problem(("run.name",), f"{config.run.name!r} names no folder of its own")
+        yield Problem(("run.name",), f"{config.run.name!r} is not a valid folder name")
     if config.run.init_from is not None and not allows_init_from(config.run.resume):
         yield Problem(
             ("run.init_from", "run.resume"),
-            "starts a new run, and run.resume names a checkpoint to go on from; set only one of them",
+            "starts a new run, but run.resume names a checkpoint to resume from; set only one of them",
         )
 
 
 def override_problems(overrides: dict[str, Any]) -> Iterator[Problem]:
-    """DeepSpeed keys that the schema owns, that are unknown, or that this project does not support."""
+    """Checks that no DeepSpeed key is generated from the schema, unknown, or unsupported by this project."""
     for key in overrides:
         where = f"deepspeed.overrides.{key}"
         if key in OWNED_BY_SCHEMA:
@@ -225,7 +226,7 @@ def override_problems(overrides: dict[str, Any]) -> Iterator[Problem]:
             yield Problem((where, "deepspeed.overrides"), f"is not supported; allowed: {', '.join(ALLOWED_OVERRIDES)}")
     zero = overrides.get("zero_optimization", {})
     if not isinstance(zero, dict):
-        yield Problem(("deepspeed.overrides.zero_optimization",), f"{zero!r} is not a mapping of keys")
+        yield Problem(("deepspeed.overrides.zero_optimization",), f"{zero!r} is not a mapping")
         return
     for key in zero:
         where = f"deepspeed.overrides.zero_optimization.{key}"

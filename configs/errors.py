@@ -1,4 +1,4 @@
-"""The error of a configuration that a user can mend."""
+"""The error raised for an invalid configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML file + `key.sub=value` arguments -> a validated, frozen `Config`, or every problem at once."""
+"""Loads a YAML file and `key.sub=value` arguments as a validated, frozen `Config`, or reports all problems at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tree = dict[str, Any]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `1e-3` as a number (YAML 1.1 wants `1.0e-3`) and rejects a key given twice."""
+    """SafeLoader that reads `1e-3` as a number (YAML 1.1 requires `1.0e-3`) and rejects duplicate keys."""
 
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode) -> Tree:
@@ -44,11 +44,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads, merges, validates and resolves a configuration.
 
     Args:
-        path: the YAML file.
+        path: The YAML file.
         overrides: `key.sub=value` arguments; the value is read as YAML.
 
     Raises:
-        ConfigError: with one line for every problem.
+        ConfigError: If there are problems; with one line for each.
     """
     tree = read_yaml(path)
     problems: list[str] = []
@@ -62,7 +62,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         tree["run"] = {}
     if isinstance(tree["run"], dict) and tree["run"].get("name") is None:
         tree["run"]["name"] = name
-    # A section without any key (`optim:`) is one with all defaults.
+    # An empty section (`optim:`) has all defaults.
     tree = {key: value for key, value in tree.items() if value is not None or key not in Config.model_fields}
     config, more = _validate(tree)
     if problems or more or config is None:
@@ -71,7 +71,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_yaml(path: str | Path) -> Tree:
-    """The mapping in a YAML file. Raises ConfigError when it cannot be read or is not a mapping."""
+    """Returns the mapping in a YAML file. Raises ConfigError if it cannot be read or is not a mapping."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -90,12 +90,12 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 def to_yaml(config: BaseModel) -> str:
-    """The text of a file from which `load_config` reads the same configuration."""
+    """Returns the text of a YAML file from which `load_config` reads the same configuration."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, old value, new value) of every leaf that differs between two trees of plain values."""
+    """Yields (key, old value, new value) of every leaf that differs between two trees of plain values."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
             yield from differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
@@ -104,7 +104,7 @@ def differences(old: Any, new: Any, prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def leaves(tree: Any, prefix: str = "", whole: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
-    """(key, value) of every leaf of a tree of plain values; lists are leaves, and what lies at the keys in `whole`."""
+    """Yields (key, value) of every leaf of a tree of plain values; lists and the keys in `whole` count as leaves."""
     if isinstance(tree, dict) and tree and prefix not in whole:
         for key, value in tree.items():
             yield from leaves(value, f"{prefix}.{key}" if prefix else key, whole)
@@ -130,7 +130,7 @@ def _apply_override(tree: Tree, override: str) -> None:
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, (dict, list)):
-            raise ConfigError([f"{key}: {parent} holds {node!r}, which has no keys"])
+            raise ConfigError([f"{key}: {parent} is {node!r}, which has no keys"])
     if isinstance(node, list):
         node[_index(node, leaf, key)] = value
     else:
@@ -139,15 +139,15 @@ def _apply_override(tree: Tree, override: str) -> None:
 
 def _index(items: list[Any], text: str, key: str) -> int:
     if not text.isdecimal() or int(text) >= len(items):
-        raise ConfigError([f"{key}: {text!r} is not an index of a list with {len(items)} entries"])
+        raise ConfigError([f"{key}: {text!r} is not a valid index of a list with {len(items)} entries"])
     return int(text)
 
 
 def _validate(tree: Tree) -> tuple[Config | None, list[str]]:
-    """Field errors, and the cross-key problems that do not speak of a field in error.
+    """Returns errors of single fields, and problems between keys that do not involve an invalid field.
 
-    Pydantic skips checks after a failed field, so failed fields are dropped (their defaults stand in) and the rest
-    is validated again before the cross-key checks run.
+    Pydantic skips checks after an invalid field, so invalid fields are removed, which leaves their defaults, and the
+    rest is validated again before the cross-key checks run.
     """
     try:
         config = Config.model_validate(tree)
@@ -155,7 +155,7 @@ def _validate(tree: Tree) -> tuple[Config | None, list[str]]:
     except ValidationError as error:
         errors = error.errors()
     locations = [item["loc"] for item in errors]
-    # A list whose entries are wrong is also reported as too short; that says nothing new.
+    # A list with invalid entries is also reported as too short, which is redundant.
     errors = [item for item in errors if not _encloses_another(item["loc"], locations)]
     problems = [_field_problem(item) for item in errors]
     failed = {_dotted(item["loc"]) for item in errors}
@@ -170,7 +170,7 @@ def _validate(tree: Tree) -> tuple[Config | None, list[str]]:
     return None, problems
 
 
-# Stand-ins for required keys in error, so that the other checks can run; problems that name these keys are dropped.
+# Values for invalid required keys, so that the other checks can run; problems that name these keys are dropped.
 _PLACEHOLDERS: dict[tuple[str, ...], Any] = {
     ("data",): {"sources": [{"path": "unknown"}]},
     ("data", "sources"): [{"path": "unknown"}],
@@ -181,7 +181,7 @@ _PLACEHOLDERS: dict[tuple[str, ...], Any] = {
 
 
 def _without(tree: Tree, location: tuple[int | str, ...], missing: bool) -> Tree:
-    """A copy of the tree without the value at `location` (or with a stand-in where a value is required)."""
+    """Returns a copy of the tree without the value at `location`, or with a placeholder if the value is required."""
     if location[0] == "data" and location[1:2] in (("sources",), ("phases",)):
         location = location[:2]
     copy: Tree = dict(tree)
@@ -225,7 +225,7 @@ def _dotted(location: Sequence[int | str]) -> str:
 
 
 def schema_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, pydantic field) of every key, sections included, in the schema's order."""
+    """Yields (dotted key, pydantic field) of every key, including sections, in the schema's order."""
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         yield key, field

@@ -1,7 +1,7 @@
-"""The query/key policies, as far as other parts of the program depend on which one a run has.
+"""The query/key policies, with the properties that other parts of the program depend on.
 
 `qk_control.policy` chooses one of these objects. Parameter groups, the memory plan, the checks of a configuration, the
-monitor and sweeps ask its attributes; the rules behind the policies that scale steps are in `launch.attention_control`.
+monitor and sweeps read its attributes; the rules of the policies that scale steps are in `launch.attention_control`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class QkPolicy:
     max_alpha: float | None = None
 
     def learning_rate_scale(self, alpha: float, is_query_key: bool) -> float:
-        """The factor between the base learning rate and that of a parameter group (arXiv 2511.21377).
+        """Returns the ratio of a parameter group's learning rate to the base learning rate (arXiv 2511.21377).
 
         Args:
             alpha: `qk_control.alpha`.

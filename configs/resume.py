@@ -1,4 +1,4 @@
-"""What `run.resume` means. Everything whose behaviour depends on the key asks here, and nothing else reads its text.
+"""The meaning of `run.resume`. All code that depends on the key calls these functions instead of reading its value.
 
     value   start                               folder that holds a run     finished run      several starts
     auto    newest undamaged checkpoint, or 0   is continued                nothing to do     yes
@@ -18,7 +18,7 @@ _AUTO_OVERRIDE = f"run.resume={AUTO}"
 
 
 def named_checkpoint(resume: str) -> Path | None:
-    """The checkpoint or run folder that the key names; None for `auto` and `never`."""
+    """Returns the checkpoint or run folder that the key names; None for `auto` and `never`."""
     return None if resume in (AUTO, NEVER) else Path(resume)
 
 
@@ -43,16 +43,16 @@ def allows_repeated_starts(resume: str) -> bool:
 
 
 def allows_init_from(resume: str) -> bool:
-    """Whether `run.init_from` makes sense beside it: not where the start is already given by a checkpoint."""
+    """Whether `run.init_from` may be set as well, which is not the case if the key names a checkpoint."""
     return named_checkpoint(resume) is None
 
 
 def restart_arguments(arguments: Sequence[str], has_saved: bool) -> tuple[str, ...]:
-    """The arguments of `train.py` for a restart by a supervisor.
+    """Returns the arguments of `train.py` for a restart by a supervisor.
 
     Args:
-        arguments: the configuration file and `key=value` arguments of the previous start.
-        has_saved: whether a checkpoint was saved since the supervisor began. Until then a restart repeats the first
+        arguments: The configuration file and `key=value` arguments of the previous start.
+        has_saved: Whether a checkpoint was saved since the supervisor started. Until then, a restart repeats the first
             start, whatever the key says.
     """
     if not has_saved or _AUTO_OVERRIDE in arguments:

@@ -1,4 +1,4 @@
-"""Text to tokens, tokens to shards, shards to batches: NumPy and PyTorch on the CPU.
+"""Turns text into tokens, tokens into shards and shards into batches, with NumPy and PyTorch on the CPU.
 
-Nothing here knows about process groups: ranks and world sizes are plain arguments.
+Nothing here uses process groups: ranks and world sizes are plain arguments.
 """

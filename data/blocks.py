@@ -1,9 +1,9 @@
-"""Inputs cut into blocks of about a megabyte that can be read apart from each other, by any process.
+"""Splits inputs into blocks of about a megabyte, which any process can read independently of the others.
 
-    file      --read, unpack, to UTF-8-->  chunks  --cut where a document ends-->  blocks  --readers.py-->  documents
+    file  --read, decompress, decode-->  chunks  --split between documents-->  blocks  --readers.py-->  documents
 
-Cutting is quick and happens in one process, in order; all else is left to those who read the blocks. A block never
-ends within a document, so that a document, however large, is in one block.
+Splitting is fast and happens in one process, in order; the processes that read the blocks do the rest. A document is
+never split: however large it is, it lies in a single block.
 """
 
 import codecs
@@ -25,8 +25,8 @@ ERROR_POLICIES = ("stop", "skip", "replace")
 NEWLINES = ("unify", "keep")
 BLOCK_BYTES = 1 << 20
 _BLANK_LINE = re.compile(rb"[\r\n][ \t\f\v]+[\r\n]")
-_LONGEST_BLANK_LINE = 256  # one that is longer is no place to cut, but still ends a document
-_ROWS_AT_ONCE = 64
+_MAX_BLANK_LINE_BYTES = 256  # a longer one ends a document, but the file is not split there
+_ROWS_PER_BATCH = 64
 _Text = bytes | str | None
 
 
@@ -35,12 +35,13 @@ class ReadOptions:
     """How inputs are read.
 
     Attributes:
-        document_per: of a text file, the whole "file", each "line" or each "block" (up to a blank line).
-        text_key: key or column of the text, in all formats but plain text.
-        encoding: of text and JSON files, by the name that `streams.check_encoding` gives.
-        on_error: what is done about bytes that are not text, and records without any: "stop", "skip" the document,
-            or "replace" the bytes with U+FFFD (and stop at a record without text).
-        newlines: "unify" turns "\\r\\n" and "\\r" into "\\n"; "keep" leaves them.
+        document_per: What counts as a document in a text file: the whole "file", each "line" or each "block" of lines
+            (up to a blank line).
+        text_key: The key or column that contains the text, in all formats but plain text.
+        encoding: The encoding of text and JSON files, as named by `streams.check_encoding`.
+        on_error: What to do about bytes that cannot be decoded, and records without text: "stop", "skip" the
+            document, or "replace" the bytes with U+FFFD (and stop at a record without text).
+        newlines: "unify" turns "\\r\\n" and "\\r" into "\\n"; "keep" leaves them unchanged.
     """
 
     document_per: str = "file"
@@ -59,7 +60,7 @@ class TextBlock(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of the content."""
         return len(self.content)
 
 
@@ -73,14 +74,14 @@ class JsonLinesBlock(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of the content."""
         return len(self.content)
 
 
 class RecordBlock(NamedTuple):
-    """Texts, or UTF-8, of the records `first`, `first` + 1, … of `source`, which calls them `unit`.
+    """Texts (str, or bytes in UTF-8) of the records `first`, `first` + 1, … of `source`; None for one without text.
 
-    None stands for a record without a text.
+    `unit` is what messages call a record, such as "row".
     """
 
     source: str
@@ -94,7 +95,7 @@ Block = TextBlock | JsonLinesBlock | RecordBlock
 
 
 class Position(NamedTuple):
-    """How far the sources have been read: `block` blocks of number `source`, `done_bytes` bytes of all of them."""
+    """How far the sources have been read: `block` blocks of source number `source`, `done_bytes` bytes in total."""
 
     source: int = 0
     block: int = 0
@@ -102,21 +103,17 @@ class Position(NamedTuple):
 
 
 class Source(Protocol):
-    """What gives blocks: a file or a data set.
-
-    Attributes:
-        size_bytes: its size, as far as known.
-    """
+    """Anything that can be read as blocks: a file or a dataset."""
 
     @property
     def size_bytes(self) -> int:
-        """Its size in bytes, 0 if that is unknown."""
+        """Size of the source, 0 if it is unknown."""
 
     def read_blocks(self, options: ReadOptions) -> Iterator[tuple[Block, int]]:
-        """Its blocks in order, each with the number of bytes of the source up to the block's end.
+        """Yield the blocks in order, each with the number of bytes of the source up to the block's end.
 
         Raises:
-            DataError: names what cannot be read.
+            DataError: If the source cannot be read; names the place.
         """
 
 
@@ -128,7 +125,7 @@ class FileSource:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file as stored."""
+        """Size of the file as stored, compressed or not."""
         return self._file.size_bytes
 
     def read_blocks(self, options: ReadOptions) -> Iterator[tuple[Block, int]]:
@@ -137,19 +134,19 @@ class FileSource:
 
 
 class Task(NamedTuple):
-    """Blocks to be read together, and where they end."""
+    """Blocks that one worker reads together, and the position after them."""
 
     blocks: list[Block]
     end: Position
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks together."""
+        """Total size of the blocks."""
         return sum(block.num_bytes for block in self.blocks)
 
 
 def read_tasks(sources: Iterable[Source], options: ReadOptions, start: Position | None = None) -> Iterator[Task]:
-    """All blocks of the sources from `start` on, in order, in tasks of about a megabyte."""
+    """Yield all blocks of the sources from `start` on, in order, in tasks of about a megabyte."""
     blocks: list[Block] = []
     num_bytes = 0
     end = Position()
@@ -195,7 +192,7 @@ def _json_lines_blocks(file: InputFile, chunks: Iterator[Chunk]) -> Iterator[tup
 
 
 def _read_json(file: InputFile, options: ReadOptions) -> Iterator[tuple[Block, int]]:
-    """A `.json` file: JSON Lines under another name, a list of records, or records one after the other."""
+    """Read a `.json` file: JSON Lines under another name, a list of records, or a sequence of records."""
     chunks = _chunks(file, options)
     beginning: list[Chunk] = []
     content = b""
@@ -224,7 +221,7 @@ def _begins_with_an_object_in_a_line(content: bytes) -> bool:
 
 
 def _json_texts(path: Path, chunks: Iterator[Chunk], options: ReadOptions) -> Iterator[tuple[list[_Text], int]]:
-    """The text of each record, with the bytes of the file read so far; only the record at hand is in memory."""
+    """Yield the text of each record and the bytes of the file read so far; only one record is in memory at a time."""
     for number, (value, stored_bytes) in enumerate(read_json_values(path, chunks, options.on_error)):
         text = value if isinstance(value, str) else value.get(options.text_key) if isinstance(value, dict) else None
         if not isinstance(text, str) and options.on_error != "skip":
@@ -233,11 +230,11 @@ def _json_texts(path: Path, chunks: Iterator[Chunk], options: ReadOptions) -> It
 
 
 def describe_missing_text(value: object, text_key: str) -> str:
-    """What is wrong with a JSON value that should be an object with a text."""
+    """Describe what is wrong with a JSON value that should be an object with a text."""
     if not isinstance(value, dict):
-        return f"a JSON object expected, {type(value).__name__} found"
+        return f"expected a JSON object, found {type(value).__name__}"
     if text_key in value:
-        return f"{text_key!r} (--text-key) is {type(value[text_key]).__name__}, a text expected"
+        return f"{text_key!r} (--text-key) is {type(value[text_key]).__name__}, expected a string"
     keys = ", ".join(sorted(value)) or "none"
     return f"no text under {text_key!r} (--text-key); keys here: {keys}"
 
@@ -246,7 +243,7 @@ def _read_parquet(file: InputFile, options: ReadOptions) -> Iterator[tuple[Block
     from data.tables import parquet_columns
 
     with open_seekable(file) as stream:
-        texts = parquet_columns(stream, str(file.path), options.text_key, file.size_bytes, _ROWS_AT_ONCE)
+        texts = parquet_columns(stream, str(file.path), options.text_key, file.size_bytes, _ROWS_PER_BATCH)
         yield from record_blocks(str(file.path), "row", texts)
 
 
@@ -254,12 +251,21 @@ def _read_arrow(file: InputFile, options: ReadOptions) -> Iterator[tuple[Block, 
     from data.tables import arrow_columns
 
     with open_seekable(file) as stream:
-        texts = arrow_columns(stream, str(file.path), options.text_key, file.size_bytes, _ROWS_AT_ONCE)
+        texts = arrow_columns(stream, str(file.path), options.text_key, file.size_bytes, _ROWS_PER_BATCH)
         yield from record_blocks(str(file.path), "row", texts)
 
 
 def record_blocks(source: str, unit: str, texts: Iterable[tuple[list[_Text], int]]) -> Iterator[tuple[Block, int]]:
-    """Records of `source`, each called a `unit`, as blocks; given, as returned, with the bytes up to there."""
+    """Collect records of `source` into blocks.
+
+    Args:
+        source: What messages call the source.
+        unit: What messages call a record.
+        texts: Batches of texts, each with the number of bytes of the source read so far.
+
+    Returns:
+        Blocks, each with the number of bytes of the source up to its end.
+    """
     collected: list[_Text] = []
     first = num_bytes = done_bytes = 0
     for some, done_bytes in texts:
@@ -277,9 +283,9 @@ _Cut = Callable[[bytearray, int], int]
 
 
 def _cut(chunks: Iterator[Chunk], find_cut: _Cut) -> Iterator[tuple[bytes, int, int]]:
-    """Pieces of about a block, cut where `find_cut(buffer, from)` says: (content, its first byte, bytes stored)."""
+    """Split chunks into blocks where `find_cut(buffer, start)` allows it: (content, first byte, bytes as stored)."""
     buffer = bytearray()
-    start_byte = stored_bytes = searched = num_pieces = 0
+    start_byte = stored_bytes = searched = num_blocks = 0
     is_first = True
     for content, stored_bytes in chunks:
         buffer += content
@@ -296,8 +302,8 @@ def _cut(chunks: Iterator[Chunk], find_cut: _Cut) -> Iterator[tuple[bytes, int, 
             yield bytes(memoryview(buffer)[:cut]), start_byte, stored_bytes
             del buffer[:cut]
             start_byte += cut
-            num_pieces += 1
-    if buffer or num_pieces == 0:
+            num_blocks += 1
+    if buffer or num_blocks == 0:
         yield bytes(buffer), start_byte, stored_bytes
 
 
@@ -306,12 +312,12 @@ def _after_newline(buffer: bytearray, start: int) -> int:
 
 
 def _after_line(buffer: bytearray, start: int) -> int:
-    """After "\\n" or, in files of that kind, after a "\\r" that is not the first half of "\\r\\n"; 0 for nowhere."""
+    """Position after the last "\\n", else after the last "\\r" that cannot be half of "\\r\\n"; 0 if there is none."""
     return _after_newline(buffer, start) or buffer.rfind(b"\r", max(start - 1, 0), len(buffer) - 1) + 1
 
 
 def _after_blank_line(buffer: bytearray, start: int) -> int:
-    start = max(start - _LONGEST_BLANK_LINE, 0)
+    start = max(start - _MAX_BLANK_LINE_BYTES, 0)
     found = [(buffer.rfind(ends, start), len(ends)) for ends in (b"\n\n", b"\n\r\n", b"\r\r")]
     if max(found)[0] >= 0:
         return max(position + length for position, length in found if position >= 0)

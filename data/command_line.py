@@ -1,4 +1,4 @@
-"""What the commands of this package share: one-line errors, and progress for terminals and for log files."""
+"""Shared parts of this package's commands: one-line errors, and progress for terminals and log files."""
 
 import argparse
 import io
@@ -18,19 +18,19 @@ _BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """An argument parser whose complaints are one line, like those about data."""
+    """An argument parser that reports errors in one line, like errors in the data."""
 
     def error(self, message: str) -> NoReturn:
         raise DataError(f"{message} (see --help)")
 
 
 def run_command(command: Callable[[], int]) -> int:
-    """Run a command; a user's fault becomes one line `error: …` and exit code 2."""
+    """Run a command and return its exit code; a user's mistake is printed as one line `error: …`, with exit code 2."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # texts and paths have characters that terminals lack
+        sys.stdout.reconfigure(errors="backslashreplace")  # the terminal may not support every character
     try:
         return command()
-    except BrokenPipeError:  # whoever read the output has had enough, as in `… | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (DataError, OSError) as error:
@@ -41,25 +41,25 @@ def run_command(command: Callable[[], int]) -> int:
 
 
 def report_error(error: Exception) -> int:
-    """Print a user's fault as a line `error: …`; returns the exit code for it."""
+    """Print a user's mistake as one line `error: …` and return its exit code."""
     print(f"error: {' '.join(describe_error(error).split())}", file=sys.stderr)
     return 2
 
 
 def describe_error(error: Exception) -> str:
-    """Its message; that of the operating system begins with the file."""
+    """Return the error's message; that of an OSError begins with the file."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return str(error)
 
 
 class Progress:
-    """Progress over bytes: a bar on a terminal, otherwise a line every ten seconds.
+    """Shows progress over bytes: a bar on a terminal, otherwise a line every ten seconds.
 
     Args:
-        label: what is being done.
-        total_bytes: how much there is; 0 if that is unknown.
-        start_bytes: where it begins.
+        label: The activity, such as "tokenizing".
+        total_bytes: The total amount; 0 if it is unknown.
+        start_bytes: The amount that was done before.
     """
 
     def __init__(self, label: str, total_bytes: int, start_bytes: int = 0) -> None:
@@ -80,12 +80,12 @@ class Progress:
             )
 
     def update(self, done_bytes: int, note: str = "", worked_bytes: int | None = None) -> None:
-        """Report how far it is.
+        """Show the current progress.
 
         Args:
-            done_bytes: of `total_bytes`.
-            note: what else there is to say.
-            worked_bytes: what the speed is measured in; by default `done_bytes` since the start.
+            done_bytes: The part of `total_bytes` that is done.
+            note: More text to show.
+            worked_bytes: The amount that the speed is computed from; by default the bytes done since the start.
         """
         now = time.monotonic()
         worked_bytes = done_bytes - self._start_bytes if worked_bytes is None else worked_bytes

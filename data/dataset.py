@@ -1,4 +1,4 @@
-"""`--dataset`: what the `datasets` library loads, as a source of texts."""
+"""`--dataset`: reads texts from a dataset of the `datasets` library."""
 
 import sys
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ import xxhash
 from data.blocks import Block, ReadOptions, record_blocks
 from data.errors import DataError
 
-_ROWS_AT_ONCE = 64
-_SAVED_NAMES = ("state.json", "dataset_dict.json")  # in folders that `save_to_disk` has made
+_ROWS_PER_BATCH = 64
+_SAVED_NAMES = ("state.json", "dataset_dict.json")  # files in folders written by `save_to_disk`
 
 
 @dataclass(frozen=True)
 class DatasetRequest:
-    """What to load.
+    """Which dataset to load, and how.
 
     Attributes:
-        name: a data set of the Hugging Face Hub, a kind of files such as "json", or a folder: one with data files,
-            or one that `save_to_disk` has made.
-        config: name of its configuration; None for the default one.
-        split: name of the split, or an expression that the library reads, such as "train[:1%]".
-        data_files: files, globs or addresses, for a kind of files.
-        revision: of a data set of the Hub; None for the newest.
-        streaming: read while downloading, and keep nothing on the disk.
+        name: A dataset on the Hugging Face Hub, a file type such as "json", or a folder: one with data files or one
+            written by `save_to_disk`.
+        config: Name of the dataset's configuration; None for the default one.
+        split: Name of a split, or an expression that the library understands, such as "train[:1%]".
+        data_files: Files, globs or URLs, if `name` is a file type.
+        revision: Revision of a dataset on the Hub; None for the newest.
+        streaming: Whether to read the dataset while it is downloaded, without storing it on disk.
     """
 
     name: str
@@ -39,19 +39,19 @@ class DatasetRequest:
 
 
 class DatasetSource:
-    """A data set as a source."""
+    """A dataset as a source."""
 
     def __init__(self, request: DatasetRequest) -> None:
         self._request = request
 
     @property
     def size_bytes(self) -> int:
-        """Of the texts and all other columns, if the data set tells."""
+        """Size of the texts and all other columns, 0 if the dataset does not state it."""
         size_bytes = self._dataset.info.dataset_size
         return size_bytes if size_bytes and self._num_rows else 0
 
     def describe(self) -> dict[str, Any]:
-        """Name and version, for the manifest; the same data set gives the same."""
+        """Return name and version for the manifest, the same ones for the same dataset."""
         request = self._request
         version = xxhash.xxh3_128_hexdigest(self._loaded[1].encode())
         record = {"dataset": request.name, "config": request.config, "split": request.split, "xxh3": version}
@@ -61,7 +61,7 @@ class DatasetSource:
         """See `Source`.
 
         Raises:
-            DataError: the data set cannot be loaded or has no such column of text.
+            DataError: If the dataset cannot be loaded or has no such text column.
         """
         return record_blocks(self._label, "row", self._texts(options.text_key))
 
@@ -90,23 +90,23 @@ class DatasetSource:
         if dataset.column_names is not None and text_key in dataset.column_names:
             dataset = dataset.select_columns([text_key])
         try:
-            for table in dataset.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+            for table in dataset.with_format("arrow").iter(batch_size=_ROWS_PER_BATCH):
                 check_text_column(table.schema, text_key, self._label)
                 done_rows += len(table)
                 done_bytes = self.size_bytes * done_rows // num_rows if num_rows else 0
                 yield texts_of(table.column(text_key)), done_bytes
         except DataError:
             raise
-        except Exception as error:  # whatever reading files and the network may end in
+        except Exception as error:  # reading files and the network raises errors of many kinds
             raise _loading_error(self._label, error) from None
 
 
 def _load(request: DatasetRequest, label: str) -> tuple[Any, str]:
-    """The data set, and what tells its version."""
+    """Return the dataset, and a string that identifies its version."""
     try:
         import datasets
     except ImportError:
-        raise DataError(f'{label}: needs the library `datasets`: pip install "steadyhead[datasets]"') from None
+        raise DataError(f'{label}: requires the library `datasets`: pip install "steadyhead[datasets]"') from None
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
@@ -121,7 +121,7 @@ def _load(request: DatasetRequest, label: str) -> tuple[Any, str]:
         files = builder.config.data_files or {}
         version = [(str(split), list(found), found.origin_metadata) for split, found in files.items()]
         dataset = datasets.load_dataset(request.name, **given, split=request.split, streaming=request.streaming)
-    except Exception as error:  # the library raises errors of many kinds, its dependencies others
+    except Exception as error:  # the library and its dependencies raise errors of many kinds
         raise _loading_error(label, error) from None
     return dataset, f"{builder.hash} {version}"
 
@@ -136,12 +136,12 @@ def _load_saved(datasets: Any, request: DatasetRequest) -> tuple[Any, str]:
 
 
 def _loading_error(label: str, error: Exception) -> DataError:
-    """The error, and what it came from, which says more in the case of some."""
-    if isinstance(error, StopIteration):  # the library looks at the first row of a stream
-        return DataError(f"{label}: a file is empty, or there is no row at all")
+    """Return a DataError with the messages of the error and of its causes, which are sometimes more specific."""
+    if isinstance(error, StopIteration):  # raised when the library reads the first row of a stream
+        return DataError(f"{label}: a file is empty, or the dataset has no rows")
     messages = []
     cause: BaseException | None = error
     while cause is not None:
         messages.append(f"{type(cause).__name__}: {' '.join(str(cause).split())}")
         cause = cause.__cause__
-    return DataError(f"{label}: {'; from '.join(messages)}")
+    return DataError(f"{label}: {'; caused by '.join(messages)}")

@@ -1,4 +1,4 @@
-"""Documents as they will be used: cleaned, counted, and assigned to a split."""
+"""Cleans documents, counts what is dropped, and assigns each document to a split."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -8,7 +8,7 @@ import xxhash
 
 
 class CleanDocument(NamedTuple):
-    """A document that will be used: its text, and whether it is for validation."""
+    """A cleaned document: its text, and whether it belongs to the validation split."""
 
     text: str
     is_val: bool
@@ -17,16 +17,16 @@ class CleanDocument(NamedTuple):
 def clean_documents(
     texts: Iterable[str], val_fraction: float, seed: int, counts: Counter[str]
 ) -> Iterator[CleanDocument]:
-    """Documents without NUL characters, and without those that are empty or only white space.
+    """Remove NUL characters, drop documents that are empty or only white space, and choose a split for the others.
 
     Args:
-        texts: documents that can be written as UTF-8.
-        val_fraction: share of the documents that is for validation.
-        seed: of that choice.
-        counts: gets the numbers of "empty" documents, "nul" characters dropped and "text_bytes" left.
+        texts: Documents that can be encoded as UTF-8.
+        val_fraction: Fraction of the documents that goes to the validation split.
+        seed: Seed of that choice.
+        counts: Receives the number of "empty" documents, of "nul" characters dropped, and of "text_bytes" kept.
     """
     for text in texts:
-        if "\0" in text:  # debris of broken extraction, never text
+        if "\0" in text:  # left over from faulty text extraction
             counts["nul"] += text.count("\0")
             text = text.replace("\0", "")
         if not text or text.isspace():
@@ -34,6 +34,6 @@ def clean_documents(
             continue
         encoded = text.encode()
         counts["text_bytes"] += len(encoded)
-        # By content, so that a document stays in its split whatever is added to the input.
+        # Depends on the content alone, so that a document stays in its split when other input is added.
         is_val = xxhash.xxh3_64_intdigest(encoded, seed) < val_fraction * 2**64
         yield CleanDocument(text, is_val)

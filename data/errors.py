@@ -1,8 +1,8 @@
-"""The one exception of this package that users are meant to see."""
+"""The exception that this package raises for mistakes of the user."""
 
 
 class DataError(ValueError):
-    """A fault in a user's data, path or option.
+    """An error in the user's data, path or option.
 
     The message is one readable line: the value found, what was expected, and the file, offset or flag.
     """

@@ -1,4 +1,4 @@
-"""Small file operations: hashing, and writing so that a file is either absent or complete."""
+"""Hashes files, and writes them so that a file is either absent or complete."""
 
 import contextlib
 import os
@@ -8,12 +8,12 @@ import xxhash
 
 _CHUNK_BYTES = 1 << 22
 _FINGERPRINT_WHOLE_BYTES = 16 << 20
-_FINGERPRINT_PIECES = 64
-_FINGERPRINT_PIECE_BYTES = 64 << 10
+_NUM_SAMPLES = 64
+_SAMPLE_BYTES = 64 << 10
 
 
 def hash_file(path: Path) -> str:
-    """Hex xxh3-128 of a file's content."""
+    """Return the hex xxh3-128 hash of a file's content."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -22,20 +22,26 @@ def hash_file(path: Path) -> str:
 
 
 def fingerprint_file(path: Path) -> str:
-    """Hex xxh3-128 of a file's content; above 16 MB, of its size and of 64 evenly spaced pieces of 64 KB."""
+    """Return the hex xxh3-128 hash of a file's content or, above 16 MiB, of its size and of samples of it."""
     size_bytes = path.stat().st_size
     if size_bytes <= _FINGERPRINT_WHOLE_BYTES:
         return hash_file(path)
     digest = xxhash.xxh3_128(f"{size_bytes} ".encode())
-    with path.open("rb") as file:
-        for piece in range(_FINGERPRINT_PIECES):
-            file.seek((size_bytes - _FINGERPRINT_PIECE_BYTES) * piece // (_FINGERPRINT_PIECES - 1))
-            digest.update(file.read(_FINGERPRINT_PIECE_BYTES))
+    update_with_samples(digest, path)
     return digest.hexdigest()
 
 
+def update_with_samples(digest: xxhash.xxh3_128, path: Path) -> None:
+    """Update `digest` with 64 evenly spaced samples of 64 KiB of a file, which overlap if it is small."""
+    last_start = max(path.stat().st_size - _SAMPLE_BYTES, 0)
+    with path.open("rb") as file:
+        for sample in range(_NUM_SAMPLES):
+            file.seek(last_start * sample // (_NUM_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+
+
 def sync(path: Path) -> None:
-    """Make a file's content, or the names inside a folder, survive a power loss. Raises OSError with the path."""
+    """Flush a file's content, or the names in a folder, to disk. Raises OSError with the path."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -46,10 +52,10 @@ def sync(path: Path) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write `path` so that a crash at any moment leaves the old file, none, or the complete new one.
+    """Write `path` so that a crash at any moment leaves the old file, no file, or the complete new one.
 
     Raises:
-        OSError: with the path; nothing is left.
+        OSError: If writing fails; names the path. No temporary file is left.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:

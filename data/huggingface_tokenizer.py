@@ -1,4 +1,4 @@
-"""Hugging Face's `tokenizer.json`, and GPT-2's vocabulary and merges, by the `tokenizers` library."""
+"""Hugging Face's `tokenizer.json`, and GPT-2's vocabulary and merges, using the `tokenizers` library."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,20 +13,20 @@ _GPT2_END_OF_TEXT = "<|endoftext|>"
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`.
+    """A tokenizer from a `tokenizer.json`.
 
-    Text is encoded as text: nothing is added before or after it, nothing cut off, and the names of special tokens
-    in it have no meaning. The end-of-document id is that of the one well-known name which the tokenizer has.
+    Encoding adds nothing to the text and truncates nothing, and treats the names of special tokens in it as plain
+    text. If the tokenizer has exactly one of the well-known end-of-document tokens, `eod_id` is the id of that token.
     """
 
     kind = "huggingface"
     file_name = "tokenizer.json"
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """For `Tokenizer.load`.
+        """Called by `load_tokenizer`.
 
         Raises:
-            DataError: the content is not a tokenizer.json.
+            DataError: If the content is not a tokenizer.json.
         """
         super().__init__(path, content)
         with _as_data_errors(f"{path}: not a tokenizer.json"):
@@ -35,18 +35,18 @@ class HuggingFaceTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         if isinstance(self._tokenizer.model, tokenizers.models.BPE):
-            self._tokenizer.model.dropout = None  # the same text gives the same ids
+            self._tokenizer.model.dropout = None  # encoding must be deterministic
         self.drops_characters = self._drops_characters()
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         known = [name for name in END_OF_DOCUMENT_NAMES if self.find_id(name) is not None]
-        self._tokenizer.add_special_tokens(known)  # which some files have as plain ones, that text may spell
+        self._tokenizer.add_special_tokens(known)  # in some files they are plain tokens, which text could contain
         self.eod_id = self.find_id(known[0]) if len(known) == 1 else None
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`.
 
         Raises:
-            DataError: the tokenizer has no token for a part of the text, and none for what is unknown.
+            DataError: If the tokenizer has no token for a part of the text, and no unknown token.
         """
         with _as_data_errors(f"{self.path}: cannot encode a text"):
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -60,7 +60,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.token_to_id(token)
 
     def _drops_characters(self) -> bool:
-        """Byte pair encoding leaves out what it has no token for, unless it is told what to take instead."""
+        """Whether the model is BPE without an unknown token, byte fallback or tokens for all 256 bytes."""
         model = self._tokenizer.model
         if not isinstance(model, tokenizers.models.BPE) or model.unk_token is not None or model.byte_fallback:
             return False
@@ -69,10 +69,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def convert_vocabulary_and_merges(vocabulary: Path, merges: Path) -> bytes:
-    """The content of a `tokenizer.json` that encodes as GPT-2 does with these two files.
+    """Return the content of a `tokenizer.json` that encodes as GPT-2 does with these two files.
 
     Raises:
-        DataError: they are not a vocabulary and merges.
+        DataError: If the files are not a vocabulary and merges.
     """
     with _as_data_errors(f"{vocabulary}, {merges.name}: not a vocabulary and its merges"):
         model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
@@ -86,7 +86,7 @@ def convert_vocabulary_and_merges(vocabulary: Path, merges: Path) -> bytes:
 
 @contextmanager
 def _as_data_errors(what: str) -> Iterator[None]:
-    """The library raises nothing more special than Exception, and panics, which are not even that."""
+    """Turn the library's errors into DataError: bare exceptions, and panics, which do not derive from Exception."""
     try:
         yield
     except BaseException as error:

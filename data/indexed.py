@@ -1,4 +1,4 @@
-"""Megatron's indexed dataset, the shard format: `NAME.bin` holds tokens, `NAME.idx` says where they are.
+"""The shard format, Megatron's indexed dataset: `NAME.bin` holds tokens, `NAME.idx` is the index of documents.
 
     NAME.bin    tokens of all sequences back to back, little-endian, no header
     NAME.idx    magic "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | S u64 | D u64
@@ -41,7 +41,7 @@ _DTYPE_OF_CODE: dict[int, np.dtype] = {
 _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _UINT16_VOCAB_LIMIT = 65_500  # Megatron's `optimal_dtype`
 _MAX_SEQUENCE_TOKENS = 2**31 - 1
-_CHECKED_AT_ONCE = 1 << 22
+_CHECK_CHUNK_ENTRIES = 1 << 22
 
 
 def bin_path(prefix: Path) -> Path:
@@ -55,18 +55,18 @@ def idx_path(prefix: Path) -> Path:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The token type Megatron picks for a vocabulary: uint16 below 65,500 ids, int32 from there on."""
+    """Return the dtype that Megatron uses for a vocabulary: uint16 below 65,500 ids, int32 from there on."""
     return np.dtype("<u2") if vocab_size < _UINT16_VOCAB_LIMIT else np.dtype("<i4")
 
 
 class IndexedShard:
-    """One shard, memory-mapped and read-only: a flat stream of tokens cut into documents.
+    """One shard, memory-mapped and read-only: a flat stream of tokens divided into documents.
 
     Attributes:
-        prefix: path without `.bin` and `.idx`.
-        dtype: type of a token on disk.
-        num_tokens: tokens in the shard.
-        num_documents: documents in the shard, empty ones included.
+        prefix: Path without `.bin` and `.idx`.
+        dtype: Type of a token on disk.
+        num_tokens: Number of tokens in the shard.
+        num_documents: Number of documents in the shard, including empty ones.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class IndexedShard:
         documents: np.ndarray,
         is_sequence_per_document: bool,
     ) -> None:
-        """For `open`, which has checked that the three arrays agree."""
+        """Called by `open`, which checks that the three arrays are consistent."""
         self.prefix = prefix
         self.dtype = tokens.dtype
         self.num_tokens = len(tokens)
@@ -89,12 +89,12 @@ class IndexedShard:
 
     @classmethod
     def open(cls, prefix: str | Path) -> "IndexedShard":
-        """Map a shard and check that its two files agree with each other.
+        """Map a shard and check that its two files are consistent.
 
-        Reads the whole `.idx` once (12 bytes a sequence, in bounded memory) and none of the tokens.
+        Reads the whole `.idx` once (12 bytes per sequence, in bounded memory) and none of the tokens.
 
         Raises:
-            DataError: a file is missing, truncated, too long, of another format, or inconsistent.
+            DataError: If a file is missing, truncated, too long, in another format, or inconsistent.
         """
         prefix = Path(prefix)
         index, tokens_file = idx_path(prefix), bin_path(prefix)
@@ -122,7 +122,7 @@ class IndexedShard:
 
     @cached_property
     def document_offsets(self) -> np.ndarray:
-        """Token at which each document starts, and `num_tokens` as the last entry: int64 [num_documents + 1].
+        """The token at which each document starts, and `num_tokens` as the last entry: int64 [num_documents + 1].
 
         Document i is `read(document_offsets[i], document_offsets[i + 1])`.
         """
@@ -130,11 +130,11 @@ class IndexedShard:
         return sequence_starts[self._documents]
 
     def document_starts(self, start: int, stop: int) -> np.ndarray:
-        """The tokens among start … stop - 1 at which documents start, ascending: int64 [N].
+        """Return the tokens among start … stop - 1 at which documents start, ascending: int64 [N].
 
-        A token at which empty documents start too is listed more than once. Reads only what it needs of the index.
+        A token at which empty documents start too is listed more than once. Reads only the part of the index it needs.
         """
-        # Not np.searchsorted: the arrays lie unaligned in the file, and it would copy them whole.
+        # Not np.searchsorted: the arrays are unaligned in the file, so it would copy them as a whole.
         first = bisect_left(self._pointers, start * self.dtype.itemsize)
         last = _bisect_near(self._pointers, stop * self.dtype.itemsize, first)
         if self._is_sequence_per_document:
@@ -144,28 +144,29 @@ class IndexedShard:
         return self._pointers[self._documents[first_document:last_document]] // self.dtype.itemsize
 
     def document_of(self, token: int) -> int:
-        """Number of the document that a token belongs to, from 0."""
+        """Return the number of the document that a token belongs to, from 0."""
         sequence = bisect_right(self._pointers, token * self.dtype.itemsize) - 1
         if self._is_sequence_per_document:
             return sequence
         return bisect_right(self._documents, sequence) - 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start … stop - 1 as a read-only view of the file, [stop - start] of `dtype`."""
+        """Return tokens start … stop - 1 as a read-only view of the file: [stop - start] of `dtype`."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start:,} to {stop:,} of a shard with {self.num_tokens:,}")
         return self._tokens[start:stop]
 
 
 class IndexedShardWriter:
-    """Writes one shard document by document; `close` makes it appear under its name, complete.
+    """Writes one shard, document by document; `close` completes it and gives the files their names.
 
-    Until then the files carry a `.tmp` suffix, and leaving the `with` block by an exception removes them.
-    Memory: four bytes a document.
+    Until then the files have a `.tmp` suffix, and an exception in the `with` block removes them.
+    Uses four bytes of memory per document.
 
     Attributes:
-        prefix, dtype: as given.
-        num_tokens: added so far.
+        prefix: Path without `.bin` and `.idx`.
+        dtype: Type of a token on disk.
+        num_tokens: Number of tokens added so far.
     """
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
@@ -173,13 +174,13 @@ class IndexedShardWriter:
 
     @classmethod
     def resume(cls, prefix: str | Path, dtype: np.dtype, num_documents: int, num_tokens: int) -> "IndexedShardWriter":
-        """Go on with a shard that another process has left, after its first `num_documents` documents.
+        """Continue a shard that another process left unfinished, after its first `num_documents` documents.
 
-        That many must have been there at a call of `save`. Whatever that process did later, closing included, is
-        undone. Being killed here does no harm either: the same call may follow again.
+        These must have been written before a call of `save`. Everything that the process did later is undone, even
+        `close`. If this process is killed in turn, the same call can be repeated.
 
         Raises:
-            DataError: the files hold less than that.
+            DataError: If the files contain less than that.
         """
         prefix, dtype = Path(prefix), np.dtype(dtype)
         saved, tokens_file = _temporary(prefix, "lengths"), _temporary(prefix, "bin")
@@ -191,7 +192,9 @@ class IndexedShardWriter:
         lengths = np.fromfile(saved, "<i4", num_documents) if saved.exists() else np.empty(0, "<i4")
         num_bytes = num_tokens * dtype.itemsize
         if len(lengths) != num_documents or lengths.sum() != num_tokens or _size_bytes(tokens_file) < num_bytes:
-            raise DataError(f"{tokens_file}: {num_documents:,} documents with {num_tokens:,} tokens are not all there")
+            raise DataError(
+                f"{tokens_file}: expected {num_documents:,} documents with {num_tokens:,} tokens; some are missing"
+            )
         os.truncate(saved, lengths.nbytes)
         os.truncate(tokens_file, num_bytes)
         writer = cls.__new__(cls)
@@ -210,26 +213,26 @@ class IndexedShardWriter:
 
     @property
     def temporary_files(self) -> tuple[Path, ...]:
-        """What it writes until it is closed."""
+        """The files that exist until the shard is closed."""
         return self._bin_temporary, self._idx_temporary, self._saved_lengths
 
     @property
     def num_documents(self) -> int:
-        """Documents added so far."""
+        """Number of documents added so far."""
         return len(self._lengths)
 
     def add_document(self, tokens: np.ndarray) -> None:
         """Append one document, possibly empty, as one sequence.
 
         Args:
-            tokens: ids [num_tokens] of any integer type; they must fit the shard's.
+            tokens: Ids [num_tokens] of any integer dtype; the values must fit the shard's dtype.
 
         Raises:
-            DataError: an id does not fit the shard's type, or the document has 2³¹ tokens or more.
+            DataError: If an id does not fit the shard's dtype, or the document has 2³¹ tokens or more.
         """
         if len(tokens) > _MAX_SEQUENCE_TOKENS:
             raise DataError(
-                f"{self.prefix}: a document of {len(tokens):,} tokens; {_MAX_SEQUENCE_TOKENS:,} is the most"
+                f"{self.prefix}: a document of {len(tokens):,} tokens, at most {_MAX_SEQUENCE_TOKENS:,} are possible"
             )
         stored = tokens.astype(self.dtype, copy=False)
         if stored.dtype != tokens.dtype and not np.array_equal(stored, tokens):
@@ -239,7 +242,7 @@ class IndexedShardWriter:
         self.num_tokens += len(tokens)
 
     def save(self) -> None:
-        """Bring all documents so far to the disk, so that `resume` finds them should this process be killed."""
+        """Flush all documents so far to disk, so that `resume` finds them if this process is killed."""
         _flush_to_disk(self._bin_file)
         with self._saved_lengths.open("ab" if self._num_saved else "wb") as file:
             file.write(self._lengths[self._num_saved :].tobytes())
@@ -248,7 +251,7 @@ class IndexedShardWriter:
         self._num_saved = len(self._lengths)
 
     def close(self) -> None:
-        """Write the index, flush both files to disk and give them their names, the index last."""
+        """Write the index, flush both files to disk and rename them, the index last."""
         _flush_to_disk(self._bin_file)
         self._bin_file.close()
         with self._idx_temporary.open("wb") as file:
@@ -260,8 +263,8 @@ class IndexedShardWriter:
         self._saved_lengths.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Leave the unfinished files as they are, for `resume`."""
-        with suppress(OSError):  # what is still in the buffer may not fit on the disk
+        """Close the unfinished files and keep them for `resume`."""
+        with suppress(OSError):  # the disk may be too full for what is still buffered
             self._bin_file.close()
 
     def abort(self) -> None:
@@ -294,14 +297,14 @@ class IndexedShardWriter:
 
 def _size_bytes(path: Path) -> int:
     if not path.is_file():
-        raise DataError(f"{path}: no such file; a shard is a .bin and an .idx of the same name")
+        raise DataError(f"{path}: no such file; a shard consists of a .bin and an .idx file of the same name")
     return path.stat().st_size
 
 
 def _read_header(index: Path, num_bytes: int) -> tuple[np.dtype, int, int]:
-    """(token type, number of sequences, number of document entries) of an `.idx` file."""
+    """Return (token dtype, number of sequences, number of document entries) of an `.idx` file."""
     if num_bytes < _HEADER.size:
-        raise DataError(f"{index}: {num_bytes:,} bytes found, a header of {_HEADER.size} expected")
+        raise DataError(f"{index}: {num_bytes:,} bytes found, expected a header of {_HEADER.size}")
     with index.open("rb") as file:
         magic, version, code, num_sequences, num_entries = _HEADER.unpack(file.read(_HEADER.size))
     if magic != _MAGIC:
@@ -317,46 +320,46 @@ def _read_header(index: Path, num_bytes: int) -> tuple[np.dtype, int, int]:
 def _map(path: Path, dtype: np.dtype, count: int, offset_bytes: int) -> np.ndarray:
     if count == 0:
         return np.empty(0, dtype)  # an empty range cannot be mapped
-    # A plain view: slicing an np.memmap costs several times as much as slicing an array.
+    # As a plain array: slicing an np.memmap takes several times as long.
     return np.memmap(path, dtype, "r", offset_bytes, (count,)).view(np.ndarray)
 
 
 def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Bytes that the `.bin` must have, after checking that its sequences lie back to back."""
+    """Check that the sequences lie back to back, and return the size that the `.bin` must have."""
     num_bytes = 0
-    for first in range(0, len(lengths), _CHECKED_AT_ONCE):
-        sizes_bytes = lengths[first : first + _CHECKED_AT_ONCE].astype(np.int64) * itemsize
+    for first in range(0, len(lengths), _CHECK_CHUNK_ENTRIES):
+        sizes_bytes = lengths[first : first + _CHECK_CHUNK_ENTRIES].astype(np.int64) * itemsize
         stops = num_bytes + np.cumsum(sizes_bytes)
-        wrong = (pointers[first : first + _CHECKED_AT_ONCE] != stops - sizes_bytes) | (sizes_bytes < 0)
+        wrong = (pointers[first : first + _CHECK_CHUNK_ENTRIES] != stops - sizes_bytes) | (sizes_bytes < 0)
         if wrong.any():
             sequence = first + int(wrong.argmax())
             raise DataError(
                 f"{index}: sequence {sequence:,} has {lengths[sequence]:,} tokens at byte "
-                f"{pointers[sequence]:,}; byte {(stops - sizes_bytes)[sequence - first]:,} expected"
+                f"{pointers[sequence]:,}; expected byte {(stops - sizes_bytes)[sequence - first]:,}"
             )
         num_bytes = int(stops[-1])
     return num_bytes
 
 
 def _check_documents(index: Path, documents: np.ndarray, num_sequences: int) -> bool:
-    """Whether each document is one sequence, after checking that the documents are in order."""
+    """Check that the documents are in order, and return whether each of them is a single sequence."""
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != num_sequences:
-        raise DataError(f"{index}: document entries do not run from 0 to {num_sequences:,}, the sequences")
+        raise DataError(f"{index}: document entries do not run from 0 to the {num_sequences:,} sequences")
     is_sequence_per_document = True
-    for first in range(0, len(documents), _CHECKED_AT_ONCE):
-        steps = np.diff(documents[first : first + _CHECKED_AT_ONCE + 1])
+    for first in range(0, len(documents), _CHECK_CHUNK_ENTRIES):
+        steps = np.diff(documents[first : first + _CHECK_CHUNK_ENTRIES + 1])
         if (steps < 0).any():
             entry = first + int((steps < 0).argmax())
             raise DataError(
                 f"{index}: document {entry:,} starts at sequence {documents[entry]:,}, "
-                f"the next one before it at {documents[entry + 1]:,}"
+                f"but the next one starts before it, at {documents[entry + 1]:,}"
             )
         is_sequence_per_document &= bool((steps == 1).all())
     return is_sequence_per_document
 
 
 def _bisect_near(values: np.ndarray, wanted: int, start: int) -> int:
-    """`bisect_left(values, wanted, lo=start)` for a result that is near `start`."""
+    """Return `bisect_left(values, wanted, lo=start)`, quickly if the result is near `start`."""
     distance = 8
     while start + distance < len(values) and values[start + distance] < wanted:
         distance *= 2

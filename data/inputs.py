@@ -1,4 +1,4 @@
-"""What `--input` names: the files that paths, folders and globs stand for, each with its format and compression."""
+"""Finds the files that `--input` refers to by path, folder or glob, each with its format and compression."""
 
 import glob
 import os
@@ -35,10 +35,10 @@ class InputFile:
     """One input file.
 
     Attributes:
-        path: where it is.
+        path: The file's path.
         format: "text", "jsonl", "json", "parquet" or "arrow".
         compression: "gzip", "zstd" or None.
-        size_bytes: as stored.
+        size_bytes: The size as stored, compressed or not.
     """
 
     path: Path
@@ -48,43 +48,44 @@ class InputFile:
 
     @classmethod
     def open(cls, path: Path) -> "InputFile":
-        """A file by the suffixes of its name; text if they say nothing.
+        """Describe a file by the suffixes of its name; it is text if they are unknown.
 
         Raises:
-            DataError: the name says that it is an archive of a kind that is not read.
-            OSError: there is no such file.
+            DataError: If the suffix is that of an archive type that is not supported.
+            OSError: If there is no such file.
         """
         format, compression = _split_suffixes(path.name)
         if format is None and path.suffix.lower() in _UNSUPPORTED_SUFFIXES:
-            raise DataError(f"{path}: {path.suffix} files are not read; .gz and .zst are, or unpack it first")
+            raise DataError(f"{path}: {path.suffix} files are not supported; unpack it first, or use .gz or .zst")
         return cls(path, format or "text", compression, path.stat().st_size)
 
 
-def find_input_files(inputs: Iterable[str], left_out: Counter[str], excluded: Sequence[Path] = ()) -> list[InputFile]:
-    """Files that paths, folders and globs stand for, each once, in the order given and by name within each.
+def find_input_files(inputs: Iterable[str], ignored: Counter[str], excluded: Sequence[Path] = ()) -> list[InputFile]:
+    """Find the files that paths, folders and globs refer to: each once, in the order given, sorted by name within each.
 
-    A folder stands for all files below it with a known suffix. Hidden files and folders and prepared outputs are left
-    out, links are followed.
+    A folder stands for all files below it that have a known suffix. Hidden files and folders and the outputs of
+    data.prepare are skipped; links are followed.
 
     Args:
-        inputs: as typed.
-        left_out: gets the numbers of other files in folders, by the suffix of their names.
-        excluded: folders whose files are left out: the output may lie within an input.
+        inputs: Paths, folders and globs as the user typed them.
+        ignored: Receives the number of other files in folders, by the suffix of their names.
+        excluded: Folders whose files are skipped, since the output may lie within an input.
 
     Raises:
-        DataError: one of them stands for no file, or for one that is not read.
+        DataError: If an input refers to no file, or to one that is not supported.
     """
     files: dict[str, InputFile] = {}
     for given in inputs:
-        for path in _find(given, {os.path.realpath(folder) for folder in excluded}, left_out):
+        for path in _find(given, {os.path.realpath(folder) for folder in excluded}, ignored):
             files.setdefault(os.path.realpath(path), InputFile.open(path))
     return list(files.values())
 
 
 def describe_files(files: Sequence[InputFile]) -> dict[str, Any]:
-    """Number, size and hash of the input; names do not count, formats do, so that a folder may move.
+    """Return number, total size and hash of the input files.
 
-    Of files above 16 MB, the hash covers the size and 64 evenly spaced samples.
+    The hash covers formats and contents but not names, so that a folder may be moved. Of files above 16 MiB it covers
+    only the size and evenly spaced samples.
     """
     total_bytes = sum(file.size_bytes for file in files)
     digest = xxhash.xxh3_128()
@@ -99,7 +100,7 @@ def describe_files(files: Sequence[InputFile]) -> dict[str, Any]:
 
 
 def _split_suffixes(name: str) -> tuple[str | None, str | None]:
-    """(format, compression) that the suffixes of a name tell; None where they do not."""
+    """Return (format, compression) according to the suffixes of a name, each None if it is unknown."""
     stem, suffix = os.path.splitext(name.lower())
     compression = _COMPRESSION_OF_SUFFIX.get(suffix)
     if compression is not None:
@@ -108,14 +109,14 @@ def _split_suffixes(name: str) -> tuple[str | None, str | None]:
 
 
 def _whole_suffix(name: str) -> str:
-    """ ".txt" or ".txt.gz", in lower case."""
+    """Return the suffix in lower case, with that before the compression: ".txt", ".txt.gz"."""
     stem, suffix = os.path.splitext(name.lower())
     return os.path.splitext(stem)[1] + suffix if suffix in _COMPRESSION_OF_SUFFIX else suffix
 
 
-def _find(given: str, excluded: set[str], left_out: Counter[str]) -> list[Path]:
+def _find(given: str, excluded: set[str], ignored: Counter[str]) -> list[Path]:
     if os.path.isdir(given):
-        found = sorted(_files_below(given, excluded, left_out))
+        found = sorted(_files_below(given, excluded, ignored))
         if not found:
             raise DataError(f"--input {given}: no {', '.join(_FORMAT_OF_SUFFIX)} file in this folder")
         return found
@@ -126,7 +127,7 @@ def _find(given: str, excluded: set[str], left_out: Counter[str]) -> list[Path]:
     found = []
     for match in sorted(glob.glob(given, recursive=True)):
         if os.path.isdir(match) and "**" not in given:
-            found += sorted(_files_below(match, excluded, left_out))
+            found += sorted(_files_below(match, excluded, ignored))
         elif _is_file(match) and not _is_below(os.path.realpath(match), excluded):
             found.append(Path(match))
     if not found:
@@ -134,8 +135,8 @@ def _find(given: str, excluded: set[str], left_out: Counter[str]) -> list[Path]:
     return found
 
 
-def _files_below(folder: str, excluded: set[str], left_out: Counter[str]) -> Iterator[Path]:
-    visited: set[str] = set()  # links may lead round in a circle
+def _files_below(folder: str, excluded: set[str], ignored: Counter[str]) -> Iterator[Path]:
+    visited: set[str] = set()  # links may form a cycle
 
     def stop(error: OSError) -> None:
         raise DataError(f"{error.filename}: {error.strerror}")
@@ -153,19 +154,19 @@ def _files_below(folder: str, excluded: set[str], left_out: Counter[str]) -> Ite
                 continue
             path = os.path.join(parent, name)
             if _split_suffixes(name)[0] is None:
-                left_out[_whole_suffix(name)] += 1
+                ignored[_whole_suffix(name)] += 1
             elif _is_file(path):
                 yield Path(path)
 
 
 def _is_file(path: str) -> bool:
-    """Whether a path that is no folder is a file.
+    """Whether a path, not that of a folder, is a file.
 
     Raises:
-        DataError: it is a link that leads nowhere.
+        DataError: If it is a broken link.
     """
     if os.path.islink(path) and not os.path.exists(path):
-        raise DataError(f"{path}: a link to {os.readlink(path)}, which is no file")
+        raise DataError(f"{path}: a broken link to {os.readlink(path)}")
     return os.path.isfile(path)
 
 

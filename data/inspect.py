@@ -1,4 +1,4 @@
-"""`python -m data.inspect`: verify shards and show what is in them."""
+"""`python -m data.inspect`: verifies shards and shows what is in them."""
 
 import sys
 from pathlib import Path
@@ -9,6 +9,7 @@ from data.command_line import ArgumentParser, Progress, report_error, run_comman
 from data.errors import DataError
 from data.files import hash_file
 from data.indexed import IndexedShard, bin_path
+from data.load_tokenizer import load_tokenizer
 from data.manifest import MANIFEST_NAME, Manifest
 from data.source import TokenSource
 from data.tokenizer import Tokenizer
@@ -22,7 +23,7 @@ def verify_hashes(folder: Path, manifest: Manifest) -> None:
     """Compare every file of a source folder with its manifest.
 
     Raises:
-        DataError: names the first file whose size or content differs.
+        DataError: If size or content of a file differs; names the first such file.
     """
     with Progress("hashing", sum(record.size_bytes for record in manifest.files)) as progress:
         done_bytes = 0
@@ -34,17 +35,16 @@ def verify_hashes(folder: Path, manifest: Manifest) -> None:
                 raise DataError(f"{path}: {path.stat().st_size:,} bytes found, {record.size_bytes:,} in the manifest")
             found = hash_file(path)
             if found != record.xxh3:
-                raise DataError(f"{path}: content has changed: xxh3 {found}, {record.xxh3} in the manifest")
+                raise DataError(f"{path}: content has changed: xxh3 is {found}, {record.xxh3} in the manifest")
             done_bytes += record.size_bytes
             progress.update(done_bytes)
 
 
 def id_range(source: TokenSource) -> tuple[int, int]:
-    """Smallest and largest id of all tokens, (0, 0) if there are none.
+    """Return the smallest and the largest token id, (0, 0) if there are no tokens.
 
     Raises:
-        DataError: names file and token of the first id that is negative or beyond the vocabulary, if that is
-            known.
+        DataError: If an id is negative, or outside the vocabulary if that is known; names file and token of the first.
     """
     limit = source.manifest.vocab_size if source.manifest is not None else np.iinfo(np.int64).max
     extremes: list[int] = []
@@ -57,13 +57,13 @@ def id_range(source: TokenSource) -> tuple[int, int]:
                 wide = tokens.astype(np.int64)
                 position = int(np.argmax((wide < 0) | (wide >= limit)))
                 place = source.describe_offset(shard_start + start + position)
-                raise DataError(f"{place} has id {wide[position]:,}; 0 to {limit - 1:,} expected")
+                raise DataError(f"{place} has id {wide[position]:,}; expected 0 to {limit - 1:,}")
         shard_start += shard.num_tokens
     return min(extremes, default=0), max(extremes, default=0)
 
 
 def check_document_ends(source: TokenSource, eod_id: int) -> None:
-    """Raises DataError, with file and document, unless every document ends with the end-of-document id."""
+    """Raise DataError, naming file and document, unless every document ends with the end-of-document id."""
     for shard in source.shards:
         tokens = shard.read(0, shard.num_tokens)
         offsets = shard.document_offsets
@@ -76,18 +76,22 @@ def check_document_ends(source: TokenSource, eod_id: int) -> None:
                 found = f"ends with id {tokens[stop - 1]:,}" if stop > start else "is empty"
                 raise DataError(
                     f"{bin_path(shard.prefix)}: document {first + document:,} (tokens {start:,} to {stop:,}) {found}; "
-                    f"the end-of-document id {eod_id:,} expected"
+                    f"expected the end-of-document id {eod_id:,}"
                 )
 
 
 def length_histogram(source: TokenSource) -> list[tuple[int, int, int]]:
-    """Documents by tokens: (shortest, longest, number of documents) for powers of two, empty ends left out."""
+    """Count documents by length, in bins of powers of two without the empty bins at either end.
+
+    Returns:
+        (smallest length, largest length, number of documents) of each bin, lengths in tokens.
+    """
     counts = np.zeros(64, np.int64)
     for shard in source.shards:
         offsets = shard.document_offsets
         for first in range(0, shard.num_documents, _CHUNK_DOCUMENTS):
             lengths = np.diff(offsets[first : first + _CHUNK_DOCUMENTS + 1])
-            # frexp gives the number of binary digits: 0 for 0, 1 for 1, 2 for 2 and 3, …
+            # frexp returns the number of binary digits: 0 for 0, 1 for 1, 2 for 2 and 3, …
             counts += np.bincount(np.frexp(lengths.astype(np.float64))[1], minlength=64)
     used = np.flatnonzero(counts)
     if len(used) == 0:
@@ -97,7 +101,7 @@ def length_histogram(source: TokenSource) -> list[tuple[int, int, int]]:
 
 
 def find_sources(path: Path) -> list[Path]:
-    """The source at a path, or all of those one or two folders below it: an output's splits, the splits of outputs."""
+    """Return the source at a path, or all sources one or two folders below it: the splits of one or more outputs."""
     if (path / MANIFEST_NAME).exists() or any(path.glob("*.idx")):
         return [path]
     patterns = [f"{depth}/{name}" for depth in ("*", "*/*") for name in (MANIFEST_NAME, "*.idx")]
@@ -105,10 +109,10 @@ def find_sources(path: Path) -> list[Path]:
 
 
 def inspect_source(path: Path, num_samples: int) -> None:
-    """Verify one source, print its counts, the lengths of its documents and the beginnings of a few of them.
+    """Verify one source, and print its counts, the lengths of its documents and the beginnings of a few of them.
 
     Raises:
-        DataError: says what is wrong and where.
+        DataError: If the source is damaged or inconsistent; names the place.
     """
     if (path / MANIFEST_NAME).exists():
         verify_hashes(path, Manifest.read(path))
@@ -128,7 +132,7 @@ def inspect_source(path: Path, num_samples: int) -> None:
         counts = f"{shard.num_documents:,} documents, {shard.num_tokens:,} tokens in {shard.dtype}"
         print(f"  {bin_path(shard.prefix).name}: {counts}")
     if source.manifest is None:
-        print("  no manifest: tokenizer, vocabulary and end-of-document id are unknown; hashes not checked")
+        print("  no manifest: tokenizer, vocabulary and end-of-document id are unknown, hashes were not checked")
     else:
         vocab_size, eod_id = source.manifest.vocab_size, source.manifest.eod_id
         print(f"  vocabulary {vocab_size:,}, end of document {eod_id}; hashes match")
@@ -142,28 +146,28 @@ def inspect_source(path: Path, num_samples: int) -> None:
 
 
 def show_document(path: Path, document: int) -> None:
-    """Print one document whole: its text where there is a tokenizer, else its ids.
+    """Print one whole document: its text if there is a tokenizer, otherwise its ids.
 
     Args:
-        path: a source, or one of its shards.
-        document: counted within that, from 0.
+        path: A source, or one of its shards.
+        document: The document's number in that source or shard, from 0.
 
     Raises:
-        DataError: there is no such document.
+        DataError: If there is no such document.
     """
     source = TokenSource.open(path)
     folder = path if path.is_dir() else path.parent
     manifest = Manifest.read(folder) if (folder / MANIFEST_NAME).exists() else None
     num_documents = sum(shard.num_documents for shard in source.shards)
     if not 0 <= document < num_documents:
-        raise DataError(f"--document {document}: {path} has the documents 0 to {num_documents - 1:,}")
+        raise DataError(f"--document {document}: {path} has documents 0 to {num_documents - 1:,}")
     print(_decode(source.shards, document, _load_tokenizer(folder, manifest)))
 
 
 def _print_histogram(histogram: list[tuple[int, int, int]]) -> None:
     if not histogram:
         return
-    print("  tokens a document:")
+    print("  tokens per document:")
     most = max(count for _, _, count in histogram)
     labels = [
         f"{shortest:,} to {longest:,}" if shortest < longest else f"{shortest}" for shortest, longest, _ in histogram
@@ -176,16 +180,16 @@ def _print_histogram(histogram: list[tuple[int, int, int]]) -> None:
 def _load_tokenizer(path: Path, manifest: Manifest | None) -> Tokenizer | None:
     if manifest is None:
         return None
-    tokenizer = Tokenizer.load(path / manifest.tokenizer_file)
+    tokenizer = load_tokenizer(path / manifest.tokenizer_file)
     if tokenizer.sha256 != manifest.tokenizer_sha256:
-        raise DataError(f"{tokenizer.path}: sha256 {tokenizer.sha256}, {manifest.tokenizer_sha256} in the manifest")
+        raise DataError(f"{tokenizer.path}: sha256 is {tokenizer.sha256}, {manifest.tokenizer_sha256} in the manifest")
     return tokenizer
 
 
 def _decode(
     shards: list[IndexedShard], document: int, tokenizer: Tokenizer | None, num_tokens: int | None = None
 ) -> str:
-    """The first tokens of a document of the source, or all, as text where there is a tokenizer."""
+    """Return the first tokens of a document, or all of them: as text if there is a tokenizer, otherwise as ids."""
     for shard in shards:
         if document < shard.num_documents:
             start, stop = shard.document_offsets[document : document + 2].tolist()
@@ -196,26 +200,26 @@ def _decode(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
 
     def command() -> int:
-        parser = ArgumentParser(prog="python -m data.inspect", description="Verify shards, and show what they hold.")
+        parser = ArgumentParser(prog="python -m data.inspect", description="Verify shards and show what is in them.")
         parser.add_argument(
             "path",
             type=Path,
-            help="output of data.prepare, one of its splits, a folder of .bin/.idx pairs, or one pair without suffix; "
-            "of a folder of such folders, all of them",
+            help="output of data.prepare, one of its splits, a folder of .bin/.idx pairs, one pair without its suffix, "
+            "or a folder that contains such folders",
         )
         parser.add_argument("--samples", type=int, default=3, metavar="N", help="documents to show (default: 3)")
         parser.add_argument(
-            "--document", type=int, metavar="N", help="only show document N of the source or shard, whole; from 0"
+            "--document", type=int, metavar="N", help="only print the whole document N of the source or shard, from 0"
         )
         given = parser.parse_args(arguments)
         if given.document is not None:
             show_document(given.path, given.document)
             return 0
         if given.samples < 0:
-            raise DataError(f"--samples {given.samples}: 0 or more expected")
+            raise DataError(f"--samples {given.samples}: expected 0 or more")
         exit_code = 0
         for path in find_sources(given.path):
             try:

@@ -1,16 +1,16 @@
-"""Batches for one rank: which samples it reads at a step, reading them ahead, and the validation set.
+"""Batches for one rank: which samples it reads in each step, a loader that reads ahead, and the validation set.
 
 Shapes: B rows of a micro-batch, T tokens of a sequence, A micro-batches of a step (the accumulation).
 
-A step takes the next G samples of the order. They fill slots one after the other, micro-batch by
-micro-batch, each spread over the ranks; slots left over at the end are padding, whose targets are ignored:
+A step takes the next G samples of the order. They fill the slots of one micro-batch after the other, each of them
+spread over the ranks. Slots that remain at the end are padding, whose targets are ignored:
 
     G = 10, 2 ranks, B = 2, A = 3       rank 0      rank 1
                         micro-batch 0   s0 s1       s2 s3
                         micro-batch 1   s4 s5       s6 s7
                         micro-batch 2   s8 s9       -- --
 
-So the same samples make up a step on any number of ranks and with any micro-batch size.
+So a step consists of the same samples for any number of ranks and any micro-batch size.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ from data.order import SampleOrder
 from data.packing import IGNORE, UNMASKED, Packing, document_positions, drop_targets
 from data.source import TokenSource
 
-_LOCATED_AT_ONCE = 256  # samples whose places are computed together; one call costs as much for 1 as for 256
+_SAMPLES_PER_LOCATE = 256  # samples that are located in one call, which costs as much for 1 as for 256
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class BatchGeometry:
         samples_per_step: G, the global batch in samples.
         micro_batch_size: B, rows that a rank runs at once.
         accumulation: A, micro-batches of a rank in a step.
-        world_size: number of ranks.
+        world_size: Number of ranks.
 
     Raises:
-        DataError: a number below 1, or fewer slots than samples.
+        DataError: If a number is below 1, or there are fewer slots than samples.
     """
 
     samples_per_step: int
@@ -55,22 +55,22 @@ class BatchGeometry:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 1:
-                raise DataError(f"{name} is {value}; at least 1 expected")
+                raise DataError(f"{name} is {value}; expected at least 1")
         if self.slots_per_step < self.samples_per_step:
             raise DataError(
-                f"a step of {self.samples_per_step:,} samples does not fit {self.slots_per_step:,} rows: "
+                f"a step of {self.samples_per_step:,} samples does not fit into {self.slots_per_step:,} rows: "
                 f"{self.world_size:,} ranks x {self.accumulation:,} micro-batches x {self.micro_batch_size:,}"
             )
 
     @property
     def slots_per_step(self) -> int:
-        """Rows that all ranks together run in a step, padding included."""
+        """Rows that all ranks together run in a step, including padding."""
         return self.world_size * self.micro_batch_size * self.accumulation
 
     def slots(self, rank: int) -> np.ndarray:
-        """Slots of a rank, int64 [A, B], ascending: (a · world_size + rank) · micro_batch_size + b.
+        """Return the slots of a rank, int64 [A, B], ascending: (a · world_size + rank) · micro_batch_size + b.
 
-        Slot s holds the step's sample s, and padding from `samples_per_step` on.
+        Slot s holds sample s of the step; slots from `samples_per_step` on are padding.
         """
         assert 0 <= rank < self.world_size
         micro_step = np.arange(self.accumulation).reshape(-1, 1)
@@ -79,7 +79,7 @@ class BatchGeometry:
 
 
 def derive_accumulation(samples_per_step: int, micro_batch_size: int, world_size: int) -> int:
-    """The fewest micro-batches a rank that hold a step: ⌈G / (world_size · micro_batch_size)⌉."""
+    """Return the number of micro-batches per rank that a step needs: ⌈G / (world_size · micro_batch_size)⌉."""
     return -(-samples_per_step // (micro_batch_size * world_size))
 
 
@@ -88,10 +88,10 @@ class MicroBatch:
     """One forward pass of one rank.
 
     Attributes:
-        tokens: int64 [B, T].
-        targets: int64 [B, T], the token after each; `IGNORE` where it does not count, throughout in rows of padding.
-        positions: int32 [B, T], of each token in its document (see `data.packing`); None: documents are not masked.
-            Rows of padding are one document.
+        tokens: Token ids: int64 [B, T].
+        targets: The token after each: int64 [B, T]; `IGNORE` where it is no target, and in all rows of padding.
+        positions: The position of each token in its document (see `data.packing`): int32 [B, T]; None if documents are
+            not masked. Each row of padding counts as one document.
     """
 
     tokens: Tensor
@@ -99,19 +99,19 @@ class MicroBatch:
     positions: Tensor | None = None
 
     def pin_memory(self) -> "MicroBatch":
-        """A copy in page-locked memory, which a GPU can fetch without waiting."""
+        """Return a copy in page-locked memory, which can be copied to a GPU asynchronously."""
         positions = None if self.positions is None else self.positions.pin_memory()
         return MicroBatch(self.tokens.pin_memory(), self.targets.pin_memory(), positions)
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank runs in one step.
+    """The batches of one rank in one step.
 
     Attributes:
-        micro_batches: A of them.
-        first_sample: index of the step's first sample, on whatever rank that is.
-        num_targets: target tokens of this rank, other than `IGNORE`.
+        micro_batches: A micro-batches.
+        first_sample: Index of the first sample of the step over all ranks.
+        num_targets: Number of targets on this rank that are not `IGNORE`.
     """
 
     micro_batches: list[MicroBatch]
@@ -119,7 +119,7 @@ class StepBatch:
     num_targets: int
 
     def digest(self) -> str:
-        """Hex xxh3-64 of tokens, targets and positions, to compare batches of two runs."""
+        """Return a hex xxh3-64 hash of tokens, targets and positions, to compare the batches of two runs."""
         digest = xxhash.xxh3_64()
         for batch in self.micro_batches:
             for tensor in (batch.tokens, batch.targets, batch.positions):
@@ -129,10 +129,10 @@ class StepBatch:
 
 
 class StepLoader:
-    """Endless iterator over a rank's steps, read ahead by a thread.
+    """Endless iterator over the steps of one rank, which a thread reads ahead.
 
-    What step comes next depends on `first_sample` alone; nothing else has to be saved to resume. Use it as a
-    context manager, or call `close`.
+    The next step depends on `first_sample` alone, so nothing else has to be saved to resume. Use it as a context
+    manager, or call `close`.
     """
 
     def __init__(
@@ -149,16 +149,16 @@ class StepLoader:
         packing: Packing = UNMASKED,
     ) -> None:
         """Args:
-        sources: in the order that `order` was made for.
-        order: the data order.
-        geometry: layout of a step.
+        sources: The sources that `order` refers to by position.
+        order: The data order.
+        geometry: The layout of a step.
         seq_len: T, tokens of a sequence.
-        rank: this process, 0 … world_size - 1.
-        first_sample: samples consumed before; the first step starts there.
-        vocab_size: ids the model has; any other id in the data is an error.
-        prefetch_steps: steps read ahead, at least 1.
-        pin_for: the GPU for which batches are put into page-locked memory; None: ordinary memory.
-        packing: how documents in one window are kept apart.
+        rank: Rank of this process, 0 … world_size - 1.
+        first_sample: Number of samples consumed before; the first step starts there.
+        vocab_size: Number of ids that the model has; any other id in the data is an error.
+        prefetch_steps: Number of steps to read ahead, at least 1.
+        pin_for: The GPU for which batches are copied to page-locked memory; None for ordinary memory.
+        packing: How documents in one window are kept apart.
         """
         assert prefetch_steps >= 1 and first_sample >= 0 and len(sources) == order.num_sources
         self._sources = sources
@@ -171,7 +171,7 @@ class StepLoader:
         self._pin_for = pin_for
         self._steps = self._read_steps(first_sample)
         self._pending: deque[Future[StepBatch]] = deque()
-        # A thread's current device is GPU 0 at first, and page-locking memory would make a context there.
+        # A new thread's current device is GPU 0, and page-locking memory would create a context there.
         initializer = None if pin_for is None else partial(torch.cuda.set_device, pin_for)
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="StepLoader", initializer=initializer)
         for _ in range(prefetch_steps):
@@ -181,10 +181,10 @@ class StepLoader:
         return self
 
     def __next__(self) -> StepBatch:
-        """The next step.
+        """Return the next step.
 
         Raises:
-            DataError: a token id outside the vocabulary. The loader is closed by then.
+            DataError: If a token id is outside the vocabulary; the loader is then closed.
         """
         if not self._pending:
             raise StopIteration  # closed
@@ -213,9 +213,9 @@ class StepLoader:
         self._pending.append(self._executor.submit(next, self._steps))
 
     def _read_steps(self, first_sample: int) -> Iterator[StepBatch]:
-        """All steps from `first_sample` on. Runs in the thread."""
+        """Yield all steps from `first_sample` on; runs in the thread."""
         slots = self._slots[self._slots < self._samples_per_step]
-        num_steps = -(-_LOCATED_AT_ONCE // max(len(slots), 1))
+        num_steps = -(-_SAMPLES_PER_LOCATE // max(len(slots), 1))
         while True:
             first_samples = first_sample + self._samples_per_step * np.arange(num_steps)
             located = self._order.locate(first_samples.reshape(-1, 1) + slots)
@@ -239,23 +239,23 @@ def validation_batches(
     vocab_size: int,
     packing: Packing = UNMASKED,
 ) -> Iterator[MicroBatch]:
-    """This rank's part of a fixed validation set: evenly spaced windows of a source.
+    """Yield this rank's part of a fixed validation set: evenly spaced windows of a source.
 
-    The set is the same on any number of ranks: `num_samples` windows, or all there are if that is fewer.
-    Every rank gets the same number of micro-batches, filled up with padding, so that collectives match.
+    The set is the same on any number of ranks: `num_samples` windows, or all windows if there are fewer. Every rank
+    gets the same number of micro-batches, padded where necessary, so that collectives match.
 
     Args:
-        source: what to validate on.
+        source: The source to validate on.
         seq_len: T, tokens of a sequence.
-        num_samples: windows wanted over all ranks, at least 1.
+        num_samples: Number of windows over all ranks, at least 1.
         micro_batch_size: B, rows of a micro-batch.
-        rank: this process, 0 … world_size - 1.
-        world_size: number of ranks.
-        vocab_size: ids the model has.
-        packing: how documents in one window are kept apart.
+        rank: Rank of this process, 0 … world_size - 1.
+        world_size: Number of ranks.
+        vocab_size: Number of ids that the model has.
+        packing: How documents in one window are kept apart.
 
     Raises:
-        DataError: the source is shorter than one window, or holds an id outside the vocabulary.
+        DataError: If the source is shorter than one window, or contains an id outside the vocabulary.
     """
     num_windows = source.num_windows(seq_len)
     num_samples = min(num_samples, num_windows)
@@ -273,7 +273,7 @@ def _read_micro_batches(
     """Read windows into the first rows of micro-batches of `shape` = (A, B); the other rows are padding.
 
     Returns:
-        The micro-batches, and how many targets count.
+        The micro-batches, and the number of targets that are not ignored.
     """
     num_micro_batches, micro_batch_size = shape
     windows = np.zeros((num_micro_batches * micro_batch_size, seq_len + 1), np.int64)
@@ -302,5 +302,5 @@ def _check_ids(windows: np.ndarray, reads: Sequence[tuple[TokenSource, int]], se
     source, window = reads[row]
     raise DataError(
         f"{source.describe_offset(window * seq_len + column)} has id {windows[row, column]:,}; "
-        f"0 to {vocab_size - 1:,} expected for a vocabulary of {vocab_size:,}"
+        f"expected 0 to {vocab_size - 1:,} for a vocabulary of {vocab_size:,}"
     )

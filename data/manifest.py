@@ -1,4 +1,4 @@
-"""`manifest.json`, beside the shards: what they hold, and how to tell that they are intact."""
+"""`manifest.json`, stored beside the shards: describes them, with hashes to verify that they are intact."""
 
 import dataclasses
 import json
@@ -13,13 +13,13 @@ from data.files import write_file
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1
 COUNT_NAMES = ("documents", "empty", "skipped", "replaced", "nul", "text_bytes")
-_MOST_HINTS = 4
-_VOCAB_MULTIPLE = 64  # rows of the embedding: a multiple of the tile that matrix kernels work in
+_MAX_HINTS = 4
+_VOCAB_MULTIPLE = 64  # keeps the rows of the embedding a multiple of the tile size of matrix kernels
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a source folder: its name, its size in bytes and its xxh3-128 in hex."""
+    """One file of a source folder: its name, size in bytes and hex xxh3-128 hash."""
 
     name: str
     size_bytes: int
@@ -28,24 +28,25 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Description of one split of a prepared data set, which is one folder.
+    """Description of one split of a prepared dataset; each split is a folder.
 
     Attributes:
-        split: this folder's split, "train" or "val".
-        splits: all splits made together; each is a sibling folder of that name.
-        num_documents, num_tokens: totals over the shards; tokens include one end-of-document id a document.
-        tokenizer_file: name of the tokenizer in this folder.
+        split: This folder's split, "train" or "val".
+        splits: All splits that were prepared together; each is a sibling folder of that name.
+        num_documents: Total number of documents in the shards.
+        num_tokens: Total number of tokens in the shards, including one end-of-document id per document.
+        tokenizer_file: Name of the tokenizer file in this folder.
         tokenizer_kind: "sentencepiece" or "huggingface".
-        tokenizer_sha256: hash of the tokenizer file.
-        vocab_size: ids the tokenizer has; every token is below it.
+        tokenizer_sha256: Hash of the tokenizer file.
+        vocab_size: Number of ids that the tokenizer has; every token id is below it.
         padded_vocab_size: `vocab_size` rounded up to a multiple of 64, for the model's embedding.
-        eod_id: id written after every document.
-        files: every other file of the folder, shards in reading order.
-        options: what the preparation was asked for.
-        input: number, size and hash of the input files, or the data set's name and version.
-        counts: of the whole input, all splits together: "documents" found; of them "empty" and "skipped" ones;
-            characters "replaced" and "nul" ones dropped; "text_bytes" used. Nothing in old manifests.
-        format_version: of this file.
+        eod_id: Id at the end of every document.
+        files: Every other file of the folder, with the shards in reading order.
+        options: The options of the preparation.
+        input: Number, size and hash of the input files, or the dataset's name and version.
+        counts: Counts over the whole input, all splits together: "documents" found, "empty" and "skipped" ones among
+            them, characters "replaced", "nul" characters dropped, and "text_bytes" used. Empty in old manifests.
+        format_version: Version of the manifest's format.
     """
 
     split: str
@@ -79,8 +80,8 @@ class Manifest:
         """Read `folder`'s manifest.
 
         Raises:
-            DataError: it is missing, not JSON, of another format version, or a field is missing, unknown or
-                of the wrong type.
+            DataError: If it is missing, not JSON or of another format version, or if a field is missing, unknown or of
+                the wrong type.
         """
         path = folder / MANIFEST_NAME
         try:
@@ -90,10 +91,10 @@ class Manifest:
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON: {error}") from None
         if not isinstance(content, dict):
-            raise DataError(f"{path}: a JSON object expected, {type(content).__name__} found")
+            raise DataError(f"{path}: expected a JSON object, found {type(content).__name__}")
         if content.get("format_version") != FORMAT_VERSION:
             raise DataError(f"{path}: format_version {content.get('format_version')}, expected {FORMAT_VERSION}")
-        content.setdefault("counts", {})  # which manifests did not have in the beginning
+        content.setdefault("counts", {})  # missing in old manifests
         _check_fields(path, content, _FIELD_TYPES)
         for record in content["files"]:
             _check_fields(path, record, _RECORD_TYPES)
@@ -103,13 +104,13 @@ class Manifest:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether a preparation is at work in a folder, or was killed there."""
+    """Whether a folder belongs to a preparation that is still running or was killed."""
     names = (folder.absolute().name, folder.absolute().parent.name)
     return any(name.endswith(".partial") for name in names) or any(folder.glob("*.bin.tmp"))
 
 
 def pad_vocab_size(vocab_size: int) -> int:
-    """`vocab_size` rounded up to a multiple of 64."""
+    """Round `vocab_size` up to a multiple of 64."""
     return -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
 
 
@@ -135,7 +136,7 @@ _RECORD_TYPES: Mapping[str, type] = {"name": str, "size_bytes": int, "xxh3": str
 
 def _check_fields(path: Path, content: object, types: Mapping[str, type]) -> None:
     if not isinstance(content, dict):
-        raise DataError(f"{path}: an object with {', '.join(types)} expected, {content!r} found")
+        raise DataError(f"{path}: expected an object with {', '.join(types)}, found {content!r}")
     if unknown := sorted(content.keys() - types.keys()):
         raise DataError(f"{path}: unknown field {unknown[0]!r}")
     for name, kind in types.items():
@@ -146,10 +147,10 @@ def _check_fields(path: Path, content: object, types: Mapping[str, type]) -> Non
 
 
 def _hint(folder: Path) -> str:
-    """Where the shards may be instead."""
+    """Suggest where the shards may be instead."""
     if is_unfinished(folder):
-        return "an unfinished preparation; the command that began it goes on with it"
+        return "this is an unfinished preparation; run the same command again to resume it"
     if found := sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST_NAME}")):
-        more = " or ..." if len(found) > _MOST_HINTS else ""
-        return f"did you mean {' or '.join(map(str, found[:_MOST_HINTS]))}{more}?"
-    return "a source is a folder made by data.prepare, one of .bin/.idx pairs, or one such pair without its suffix"
+        more = " or ..." if len(found) > _MAX_HINTS else ""
+        return f"did you mean {' or '.join(map(str, found[:_MAX_HINTS]))}{more}?"
+    return "expected a folder written by data.prepare, a folder of .bin/.idx pairs, or one such pair without its suffix"

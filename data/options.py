@@ -11,7 +11,7 @@ from data.command_line import ArgumentParser
 from data.dataset import DatasetRequest
 from data.encode import SplitOptions
 from data.errors import DataError
-from data.sentencepiece_tokenizer import LEAST_VOCAB_SIZE, MODEL_TYPES
+from data.sentencepiece_tokenizer import MIN_VOCAB_SIZE, MODEL_TYPES
 from data.streams import check_encoding
 from data.tokenizer import Tokenizer
 
@@ -21,19 +21,19 @@ class Options:
     """What to prepare, and how.
 
     Attributes:
-        inputs: paths, folders and globs; none if `dataset` is given.
-        output: folder to make.
-        dataset: what to load instead, by the `datasets` library.
-        tokenizer: file or folder of a tokenizer; None trains one.
-        eod_token: name of the token that ends a document; None for the tokenizer's own.
-        train_tokenizer: "unigram" or "bpe", if one is trained.
-        vocab_size: ids of a trained tokenizer.
-        read: how inputs are read and cut into documents.
-        val_fraction: share of the documents that go to the validation split, 0 for none.
-        shard_tokens: a shard ends before the document that would take it beyond this.
-        seed: of the choice of validation documents.
-        num_workers: processes that tokenize.
-        overwrite: replace an existing output.
+        inputs: Paths, folders and globs; empty if `dataset` is given.
+        output: The folder to create.
+        dataset: A dataset to load with the `datasets` library instead of `inputs`.
+        tokenizer: File or folder of a tokenizer; None to train one.
+        eod_token: Name of the token that ends a document; None for the tokenizer's own.
+        train_tokenizer: "unigram" or "bpe", the type of tokenizer to train.
+        vocab_size: Number of ids of a trained tokenizer.
+        read: How inputs are read and split into documents.
+        val_fraction: Fraction of the documents that goes to the validation split, 0 for none.
+        shard_tokens: Largest number of tokens in a shard, except that a longer document has a shard of its own.
+        seed: Seed of the choice of validation documents.
+        num_workers: Number of processes that tokenize.
+        overwrite: Whether to replace an existing output.
     """
 
     inputs: Sequence[str]
@@ -52,15 +52,15 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.val_fraction < 1:
-            raise DataError(f"--val-fraction {self.val_fraction}: a number from 0 to below 1 expected")
-        for flag, value, least in [
-            ("--vocab-size", self.vocab_size, LEAST_VOCAB_SIZE),
+            raise DataError(f"--val-fraction {self.val_fraction}: expected at least 0 and less than 1")
+        for flag, value, minimum in [
+            ("--vocab-size", self.vocab_size, MIN_VOCAB_SIZE),
             ("--shard-tokens", self.shard_tokens, 1),
             ("--workers", self.num_workers, 1),
             ("--seed", self.seed, 0),
         ]:
-            if value < least:
-                raise DataError(f"{flag} {value}: at least {least} expected")
+            if value < minimum:
+                raise DataError(f"{flag} {value}: expected at least {minimum}")
 
     @property
     def split(self) -> SplitOptions:
@@ -68,7 +68,7 @@ class Options:
         return SplitOptions(self.val_fraction, self.seed)
 
     def recorded(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """What the result depends on besides the input, as the manifest keeps it; `tokenizer` is the one given."""
+        """Return the options that the result depends on, for the manifest; `tokenizer` is the one given, if any."""
         options: dict[str, Any] = {
             "document_per": self.read.document_per,
             "text_key": self.read.text_key,
@@ -91,35 +91,35 @@ class Options:
 def _build_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="python -m data.prepare",
-        description="Turn text, JSON, Parquet and Arrow files, or a data set of the `datasets` library, into token "
+        description="Turn text, JSON, Parquet and Arrow files, or a dataset of the `datasets` library, into token "
         "shards: OUTPUT/train and OUTPUT/val. See docs/data.md.",
     )
     _add_input_arguments(parser)
     _add_tokenizer_arguments(parser)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to create")
     parser.add_argument(
         "--val-fraction",
         type=float,
         default=0.02,
         metavar="F",
-        help="share of documents for validation (default: %(default)s)",
+        help="fraction of the documents for validation (default: %(default)s)",
     )
     parser.add_argument(
         "--shard-tokens",
         type=int,
         default=1_000_000_000,
         metavar="N",
-        help="most tokens of a shard (default: %(default)s)",
+        help="largest number of tokens in a shard (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the choice of validation documents (default: %(default)s)"
+        "--seed", type=int, default=0, help="seed of the choice of validation documents (default: %(default)s)"
     )
     parser.add_argument(
         "--workers",
         type=int,
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="tokenizing processes; the output does not depend on them (default: %(default)s)",
+        help="number of tokenizing processes; does not change the output (default: %(default)s)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output")
     return parser
@@ -139,14 +139,14 @@ def _add_input_arguments(parser: ArgumentParser) -> None:
     one.add_argument(
         "--dataset",
         metavar="NAME",
-        help="instead: what datasets.load_dataset takes (a name of the Hub, a folder, json, text, …), or a folder that "
-        "save_to_disk made",
+        help="instead of --input: a name that datasets.load_dataset accepts (on the Hub, a folder, json, text, …), or "
+        "a folder written by save_to_disk",
     )
-    group.add_argument("--config", metavar="C", help="of the data set")
-    group.add_argument("--split", metavar="S", help="of the data set (default: train)")
-    group.add_argument("--data-files", nargs="+", metavar="PATH", help="files, for --dataset json and its like")
-    group.add_argument("--revision", metavar="R", help="of a data set of the Hub: a commit, tag or branch")
-    group.add_argument("--streaming", action="store_true", help="read the data set without storing it first")
+    group.add_argument("--config", metavar="C", help="configuration of the dataset")
+    group.add_argument("--split", metavar="S", help="split of the dataset (default: train)")
+    group.add_argument("--data-files", nargs="+", metavar="PATH", help="files, for --dataset json and the like")
+    group.add_argument("--revision", metavar="R", help="commit, tag or branch of a dataset on the Hub")
+    group.add_argument("--streaming", action="store_true", help="read the dataset without storing it on disk first")
     group.add_argument(
         "--text-key", default="text", metavar="KEY", help="key or column of the text (default: %(default)s)"
     )
@@ -154,15 +154,15 @@ def _add_input_arguments(parser: ArgumentParser) -> None:
         "--document-per",
         choices=DOCUMENT_UNITS,
         default="file",
-        help="what is a document in a text file; blocks end at blank lines (default: %(default)s)",
+        help="what counts as a document in a text file; blocks end at blank lines (default: %(default)s)",
     )
-    group.add_argument("--encoding", default="utf-8", help="of text and JSON files (default: %(default)s)")
+    group.add_argument("--encoding", default="utf-8", help="encoding of text and JSON files (default: %(default)s)")
     group.add_argument(
         "--on-error",
         choices=ERROR_POLICIES,
         default="stop",
-        help="at bytes that are not text: stop, skip the document, or replace them by U+FFFD; skip also leaves out "
-        "records without a text (default: %(default)s)",
+        help="what to do about bytes that cannot be decoded: stop, skip the document, or replace them with U+FFFD; "
+        "skip also drops records without text (default: %(default)s)",
     )
     group.add_argument(
         "--newlines",
@@ -179,31 +179,31 @@ def _add_tokenizer_arguments(parser: ArgumentParser) -> None:
         type=Path,
         metavar="PATH",
         help="SentencePiece .model, tokenizer.json, GPT-2's vocabulary or merges, or a folder with one of these; "
-        "else one is trained",
+        "without it, a tokenizer is trained",
     )
+    group.add_argument("--eod-token", metavar="TOKEN", help="token that ends a document (default: the tokenizer's own)")
+    group.add_argument("--train-tokenizer", choices=MODEL_TYPES, help="type of tokenizer to train (default: unigram)")
     group.add_argument(
-        "--eod-token", metavar="TOKEN", help="token that ends a document (default: the one the tokenizer has for it)"
+        "--vocab-size", type=int, metavar="N", help="vocabulary size of a trained tokenizer (default: 8192)"
     )
-    group.add_argument("--train-tokenizer", choices=MODEL_TYPES, help="kind of tokenizer to train (default: unigram)")
-    group.add_argument("--vocab-size", type=int, metavar="N", help="pieces of a trained tokenizer (default: 8192)")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> Options:
-    """The options of a command line.
+    """Parse the options of a command line.
 
     Raises:
-        DataError: one of them is wrong, or excludes another.
+        DataError: If an option is invalid, or cannot be combined with another.
     """
     given = _build_parser().parse_args(arguments)
     if given.tokenizer is not None and (given.train_tokenizer or given.vocab_size is not None):
-        raise DataError("--tokenizer excludes --train-tokenizer and --vocab-size")
+        raise DataError("--tokenizer cannot be combined with --train-tokenizer or --vocab-size")
     if given.tokenizer is None and given.eod_token is not None:
-        raise DataError("--eod-token: only with --tokenizer; a trained one has its own")
+        raise DataError("--eod-token: only with --tokenizer; a trained tokenizer has its own")
     dataset = None
     if given.dataset is not None:
         for flag, default in (("document_per", ReadOptions.document_per), ("encoding", ReadOptions.encoding)):
             if getattr(given, flag) != default:
-                raise DataError(f"--{flag.replace('_', '-')}: only with --input; a data set's rows are documents")
+                raise DataError(f"--{flag.replace('_', '-')}: only with --input; the rows of a dataset are documents")
         dataset = DatasetRequest(
             name=given.dataset,
             config=given.config,

@@ -1,46 +1,46 @@
 """The order of the training data: a pure function from sample index to (source, epoch, window).
 
-There is nothing to build, store or replay. A run that resumes at sample 500,000,000 evaluates the function
-there, and every rank, on any number of ranks, evaluates the same one.
+Nothing has to be built, stored or replayed. A run that resumes at sample 500,000,000 evaluates the function there,
+and all ranks evaluate the same function, however many there are.
 
-1. Which source? Samples come in blocks of 4,096. A block holds a fixed number of samples of each source, in
-   proportion to the weights, in an order of its own:
+1. Which source? Samples come in blocks of 4,096. Each block has a fixed number of samples of each source, in
+   proportion to the weights, and its own random order:
 
        sample index    0 ............. 4095 | 4096 ............. 8191 | 8192 ...
        source          A B A A C A B A ...  | B A A A C A A B ...     |            weights 6 : 1.5 : 0.5
        per block       A 3072, B 768, C 256 | A 3072, B 768, C 256    |
 
-2. Which sample of that source? Counting the source's samples from the start of the run takes one product:
+2. Which sample of that source? The number of its samples since the start of the run follows from one product:
 
-       rank = block · count + (samples of the same source that stand earlier in the block)
+       rank = block · count + (samples of the same source earlier in the block)
 
-3. Which window? One epoch is one pass over the source's windows, each epoch in an order of its own:
+3. Which window? One epoch is one pass over the source's windows, and each epoch has its own random order:
 
        epoch  = rank // num_windows
        window = permutation(seed, source, epoch)[rank % num_windows]
 
-The mixture may change at any sample. A phase starts a block of its own there, and goes on counting each source where
-the phases before have left it; what they have used up follows from their lengths, block by block, without replaying:
+The mixture may change at any sample. A phase starts a new block there, and continues to count each source where the
+earlier phases stopped; how much these have used follows from their lengths, without replaying them:
 
        sample index    0 ............. 4095 | 4096 ... 4999 | 5000 ............. 9095 | 9096 ...
        phase           0                                    | 1
-       per block       A 3072, B 768, C 256 | cut short     | A 2048, D 2048          |
+       per block       A 3072, B 768, C 256 | truncated     | A 2048, D 2048          |
 
-A run may leave ranges of samples out (see `data.skips`); all other samples keep their places, and so their windows.
+A run may skip ranges of samples (see `data.skips`); all other samples keep their places, and so their windows.
 
-The permutation is computed a point at a time with a small cipher whose domain is the windows: the generalised
-Feistel network of Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 5, made to
-fit exactly with their cycle walking, section 4. An index x below n is split into two digits of base
-w = ⌈√n⌉, and the rounds add a keyed hash of one digit to the other:
+The permutation is computed one point at a time with a small cipher whose domain is the windows: the generalised
+Feistel network of Black & Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), section 5, restricted to
+exactly n values by their cycle walking, section 4. An index x below n is split into two digits of base w = ⌈√n⌉, and
+the rounds add a keyed hash of one digit to the other:
 
        x = left · w + right           left ──────(+)──── right'
                                                   │ mod w          (left, right) ← (right, left + F(right))
                                       right ──┬── F
                                               └───────── left'
 
-Each round can be undone, so the network permutes 0 … w² - 1. That is at most 2·√n + 1 more than n values; an
-x that lands on one of those goes through the network again until it comes back below n. Following its
-cycle, it must: the cycle started below n.
+Each round is invertible, so the network permutes 0 … w² - 1. These are at most 2·√n + 1 values more than n. An x that
+is mapped to one of them goes through the network again until the result is below n, which must happen, since its
+cycle contains x itself.
 """
 
 import copy
@@ -56,18 +56,18 @@ from data.skips import SkippedSamples
 BLOCK_SAMPLES = 4096
 _NUM_ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-# What a key is for. Distinct, so that no two uses of one seed share a stream.
+# Purposes of a key; they differ, so that no two uses of one seed share a stream.
 _SOURCE_ORDER, _WINDOW_ORDER = 0, 1
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where samples are: three int64 arrays of the shape of the question.
+    """Where samples are: three int64 arrays of the shape of the sample indices.
 
     Attributes:
-        source: position in the list of sources.
-        epoch: passes over that source already finished, from 0.
-        window: window of the source, to be read with `TokenSource.read_window`.
+        source: Position in the list of sources.
+        epoch: Number of completed passes over that source.
+        window: Window of the source, to be read with `TokenSource.read_window`.
     """
 
     source: np.ndarray
@@ -77,12 +77,12 @@ class Location:
 
 @dataclass(frozen=True)
 class Phase:
-    """A mixture of sources from a sample on, until the next phase.
+    """A mixture of sources from one sample on, until the next phase.
 
     Attributes:
-        first_sample: index of its first sample.
-        sources: positions in the list of all sources, each once.
-        weights: share of the samples that each of them gets, in any unit.
+        first_sample: Index of the phase's first sample.
+        sources: Positions in the list of all sources, without repetition.
+        weights: Relative share of the samples that each of these sources gets.
     """
 
     first_sample: int
@@ -90,31 +90,30 @@ class Phase:
     weights: Sequence[float]
 
     def weight_of(self, source: int) -> float:
-        """The weight of a source, 0 for one that the phase does not use."""
+        """Return the weight of a source, 0 if the phase does not use it."""
         return self.weights[self.sources.index(source)] if source in self.sources else 0.0
 
 
 class SampleOrder:
-    """The order for given sources, weights and seed, and for the phases that follow.
+    """The order of samples for given sources, weights, seed and later phases.
 
     Attributes:
-        num_sources: of all phases together.
-        skipped: what is left out; samples are counted without it, first samples of phases with it.
+        num_sources: Number of sources in all phases together.
+        skipped: The skipped samples. Sample indices do not count them, the first samples of phases do.
     """
 
     def __init__(
         self, num_windows: Sequence[int], weights: Sequence[float], seed: int, later_phases: Sequence[Phase] = ()
     ) -> None:
         """Args:
-            num_windows: windows of each source, at least 1.
-            weights: share of the samples that each of the first `len(weights)` sources gets from sample 0 on, in any
-                unit.
-            seed: any integer; only its lowest 64 bits count.
-            later_phases: in the order of their first samples, which differ. Costs the layout of one block each.
+            num_windows: Number of windows of each source, at least 1.
+            weights: Relative share of the samples that each of the first `len(weights)` sources gets from sample 0 on.
+            seed: Any integer; only its lowest 64 bits are used.
+            later_phases: Phases in strictly ascending order of their first samples. Each costs the layout of one block.
 
         Raises:
-            DataError: no source, more than 4,096, a weight that is not a positive number, or a phase that does not
-                start after the one before.
+            DataError: If there are no sources or more than 4,096, a weight is not a positive number, or a phase does
+                not start after the previous one.
         """
         assert min(num_windows, default=1) >= 1
         phases = [Phase(0, range(len(weights)), weights), *later_phases]
@@ -126,7 +125,7 @@ class SampleOrder:
         self._mixtures: list[_Mixture] = []
         self._first_samples = np.array([phase.first_sample for phase in phases], np.int64)
         if (np.diff(self._first_samples) <= 0).any():
-            raise DataError(f"phases start at samples {self._first_samples.tolist()}; ascending numbers expected")
+            raise DataError(f"phases start at samples {self._first_samples.tolist()}; expected ascending numbers")
         used = np.zeros(len(num_windows), np.int64)
         for number, phase in enumerate(phases):
             if number > 0:
@@ -135,17 +134,17 @@ class SampleOrder:
             self._mixtures.append(_Mixture(phase, number, used, seed))
 
     def skipping(self, skipped: SkippedSamples) -> "SampleOrder":
-        """The same order without these samples."""
+        """Return the same order without these samples."""
         other = copy.copy(self)
         other.skipped = skipped
         return other
 
     def counts(self, phase: int = 0) -> np.ndarray:
-        """Samples of each source in a block of 4,096 of a phase: int64 [num_sources]."""
+        """Return the number of samples of each source in a phase's block of 4,096: int64 [num_sources]."""
         return self._mixtures[phase].counts
 
     def samples_of_sources(self, num_samples: int) -> np.ndarray:
-        """How many of the first `num_samples` samples each source gets, exactly: int64 [num_sources]."""
+        """Return how many of the first `num_samples` samples each source gets, exactly: int64 [num_sources]."""
         num_places = int(self.skipped.places(np.array(num_samples - 1))) + 1 if num_samples else 0
         counts = self._samples_before(num_places)
         for first, stop in self.skipped.ranges:
@@ -154,14 +153,14 @@ class SampleOrder:
         return counts
 
     def _samples_before(self, num_samples: int) -> np.ndarray:
-        """The same with nothing left out."""
+        """Like `samples_of_sources`, but without skipping."""
         mixture = self._mixtures[int(np.searchsorted(self._first_samples, num_samples, side="right")) - 1]
         return mixture.used + mixture.samples_of_sources(num_samples - mixture.first_sample)
 
     def locate(self, samples: np.ndarray) -> Location:
-        """Evaluate the order at sample indices of any shape, number and sequence.
+        """Evaluate the order at sample indices, an array of any shape with values in any order.
 
-        Costs about 0.1 ms for each block of 4,096 that the samples touch, and 1 µs a sample.
+        Takes about 0.1 ms for each block of 4,096 that contains one of the samples, and 1 µs per sample.
         """
         shape = np.shape(samples)
         flat = self.skipped.places(np.asarray(samples, np.int64).reshape(-1))
@@ -177,12 +176,12 @@ class SampleOrder:
 
 
 class _Mixture:
-    """A phase's blocks of 4,096 samples.
+    """The blocks of 4,096 samples of one phase.
 
     Attributes:
-        first_sample: where the phase starts.
-        used: samples of each source in all phases before: int64 [num_sources].
-        counts: samples of each source in a block: int64 [num_sources].
+        first_sample: Index of the phase's first sample.
+        used: Number of samples of each source in all earlier phases: int64 [num_sources].
+        counts: Number of samples of each source in a block: int64 [num_sources].
     """
 
     def __init__(self, phase: Phase, number: int, used: np.ndarray, seed: int) -> None:
@@ -191,15 +190,15 @@ class _Mixture:
         self.counts = np.zeros_like(used)
         self.counts[list(phase.sources)] = samples_per_block(phase.weights)
         self._seed = seed
-        # Phase 0 has the keys that a run without phases has.
+        # Phase 0 has the same keys as a run without phases.
         self._number = () if number == 0 else (number,)
-        # A block before it is shuffled: source 0 repeated, then source 1, …
+        # A block before shuffling: source 0 repeated, then source 1, …
         self._sorted_sources = np.repeat(np.arange(len(used)), self.counts)
         starts = np.cumsum(self.counts) - self.counts
         self._sorted_ranks = np.arange(BLOCK_SAMPLES) - np.repeat(starts, self.counts)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(source, samples of it earlier in the run) of samples of this phase: two int64 [N]."""
+        """Return (source, samples of it earlier in the run) for samples of this phase: two int64 [N]."""
         blocks, positions = np.divmod(samples - self.first_sample, BLOCK_SAMPLES)
         source, rank = np.empty_like(blocks), np.empty_like(blocks)
         for block in np.unique(blocks):
@@ -210,7 +209,7 @@ class _Mixture:
         return source, self.used[source] + rank
 
     def samples_of_sources(self, num_samples: int) -> np.ndarray:
-        """How many of this phase's first `num_samples` samples each source gets: int64 [num_sources]."""
+        """Return how many of this phase's first `num_samples` samples each source gets: int64 [num_sources]."""
         block, remainder = divmod(num_samples, BLOCK_SAMPLES)
         result = block * self.counts
         if remainder:
@@ -218,30 +217,30 @@ class _Mixture:
         return result
 
     def _lay_out_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """(source, samples of it earlier in the block) of each position: two int64 [4096]."""
+        """Return (source, samples of it earlier in the block) for each position: two int64 [4096]."""
         block_key = _derive_key(self._seed, _SOURCE_ORDER, block, *self._number)
         keys = _mix(block_key + _count(BLOCK_SAMPLES) * _GOLDEN)
         sources = self._sorted_sources[np.argsort(keys, kind="stable")]
         ranks = np.empty_like(sources)
-        # A stable sort lists the positions of source 0 in order, then those of source 1, …
+        # The stable sort lists the positions of source 0 in order, then those of source 1, …
         ranks[np.argsort(sources, kind="stable")] = self._sorted_ranks
         return sources, ranks
 
 
 def samples_per_block(weights: Sequence[float]) -> np.ndarray:
-    """Samples of each source in a block of 4,096, by the largest remainder, at least 1: int64 [num_sources].
+    """Divide a block of 4,096 samples among sources by the largest-remainder method: int64 [num_sources].
 
-    Each source first gets the whole part of its exact share (or 1); what is left over or missing is then
-    settled one sample at a time with whichever source is furthest from its share.
+    Each source first gets its exact share rounded down, but at least 1. Then samples are added or removed one at a
+    time, each at the source that is furthest from its share.
 
     Raises:
-        DataError: no source, more than 4,096, or a weight that is not a positive number.
+        DataError: If there are no sources or more than 4,096, or a weight is not a positive number.
     """
     if not 1 <= len(weights) <= BLOCK_SAMPLES:
-        raise DataError(f"{len(weights):,} sources; 1 to {BLOCK_SAMPLES:,} expected")
+        raise DataError(f"{len(weights):,} sources; expected 1 to {BLOCK_SAMPLES:,}")
     for position, weight in enumerate(weights):
         if not (weight > 0 and math.isfinite(weight)):
-            raise DataError(f"weight {weight} of source {position}: a positive number expected")
+            raise DataError(f"weight {weight} of source {position}: expected a positive number")
     largest = max(weights)
     relative = [weight / largest for weight in weights]  # so that the sum cannot overflow
     shares = np.array(relative) / math.fsum(relative) * BLOCK_SAMPLES
@@ -255,12 +254,12 @@ def samples_per_block(weights: Sequence[float]) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Keyed permutations, evaluated elementwise: for fixed size and key, a bijection of 0 … size - 1.
+    """Evaluate keyed permutations elementwise: for each size and key, a bijection of 0 … size - 1.
 
     Args:
-        index: points, each below its size.
-        size: sizes of the permuted ranges, at least 1 and at most 2⁶².
-        key: 64-bit keys. The three broadcast against each other.
+        index: Points, each below its size.
+        size: Sizes of the permuted ranges, at least 1 and at most 2⁶².
+        key: 64-bit keys. The three arguments are broadcast against each other.
 
     Returns:
         The images of the points: int64, of the common shape.
@@ -270,18 +269,18 @@ def permute(index: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
         np.broadcast_to(np.asarray(value).astype(np.uint64), shape).reshape(-1) for value in (index, size, key)
     )
     result = _feistel(point, size, key)
-    # Cycle walking: nearly always none are left, and each turn leaves far fewer.
+    # Cycle walking: usually no point is left, and each iteration leaves far fewer.
     while (outside := np.flatnonzero(result >= size)).size:
         result[outside] = _feistel(result[outside], size[outside], key[outside])
     return result.astype(np.int64).reshape(shape)
 
 
 def _feistel(point: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A permutation of 0 … w² - 1 for w = ⌈√size⌉: uint64 [N] in and out."""
+    """Evaluate a permutation of 0 … w² - 1 with w = ⌈√size⌉: uint64 [N] in and out."""
     width = _ceil_sqrt(size)
     left, right = point // width, point % width
     for round_key in _derive_key(key[None], np.arange(_NUM_ROUNDS).reshape(-1, 1)):
-        # The hash's upper half times w, shifted, is a number below w: a division saved.
+        # The upper half of the hash times w, shifted right, is below w and needs no division.
         shift = ((_mix(right ^ round_key) >> np.uint64(32)) * width) >> np.uint64(32)
         left, right = right, (left + shift) % width
     return left * width + right
@@ -289,13 +288,13 @@ def _feistel(point: np.ndarray, size: np.ndarray, key: np.ndarray) -> np.ndarray
 
 def _ceil_sqrt(size: np.ndarray) -> np.ndarray:
     root = np.sqrt(size.astype(np.float64)).astype(np.uint64)
-    # The float root may be off by one either way.
+    # The float root may be off by one in either direction.
     root -= root * root > size
     return root + (root * root < size)
 
 
 def _derive_key(*parts: int | np.ndarray) -> np.ndarray:
-    """64-bit hash of a sequence of integers or of arrays of them, elementwise: uint64, never a scalar."""
+    """Hash a sequence of integers, or of arrays elementwise, to 64 bits: uint64, never a scalar."""
     key = np.zeros(1, np.uint64)
     for part in parts:
         if isinstance(part, int):
@@ -305,7 +304,7 @@ def _derive_key(*parts: int | np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64, a bijection of 64-bit words (Steele, Lea & Flood, OOPSLA 2014)."""
+    """Apply the finaliser of splitmix64, a bijection of 64-bit words (Steele, Lea & Flood, OOPSLA 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""The folder that a preparation makes: complete under its own name, or unfinished under another."""
+"""The output folder of a preparation: complete under its final name, or unfinished as OUTPUT.partial."""
 
 import fcntl
 import os
@@ -14,34 +14,34 @@ from data.journal import JOURNAL_NAME
 from data.manifest import MANIFEST_NAME, Manifest
 from data.source import TokenSource
 
-# Options that manifests did not have in the beginning, by what was done then.
-_FORMER_OPTIONS: Mapping[str, Any] = {"encoding": "utf-8", "on_error": "stop", "newlines": "unify"}
+# Options that old manifests lack, with the values that they had implicitly.
+_IMPLICIT_OPTIONS: Mapping[str, Any] = {"encoding": "utf-8", "on_error": "stop", "newlines": "unify"}
 
 
 def resolve_output(output: Path) -> Path:
-    """The folder that OUTPUT names, without links and `..`; it need not be there.
+    """Return the absolute path of OUTPUT, without links and `..`; the folder need not exist.
 
     Raises:
-        DataError: it cannot be replaced by another folder.
+        DataError: If the folder cannot be replaced by another.
     """
     resolved = Path(os.path.realpath(output))
-    if os.path.ismount(resolved):  # as of a container's volume
-        raise DataError(f"--output {output}: a mount point, which cannot be replaced; choose a folder in it")
+    if os.path.ismount(resolved):  # such as a container's volume
+        raise DataError(f"--output {output}: this is a mount point and cannot be replaced; choose a folder in it")
     if resolved == Path.cwd():
-        raise DataError(f"--output {output}: the current folder, which cannot be replaced; choose another")
+        raise DataError(f"--output {output}: this is the current folder and cannot be replaced; choose another")
     return resolved
 
 
 def partial_path(output: Path) -> Path:
-    """`OUTPUT.partial`, where an unfinished output is."""
+    """Return `OUTPUT.partial`, the folder of an unfinished output."""
     return output.with_name(f"{output.name}.partial")
 
 
-def is_made_already(output: Path, options: dict[str, Any], input_record: dict[str, Any], overwrite: bool) -> bool:
-    """Whether the output is there, intact and what is asked for.
+def is_up_to_date(output: Path, options: dict[str, Any], input_record: dict[str, Any], overwrite: bool) -> bool:
+    """Whether the output exists, is intact, and was made with these options from this input.
 
     Raises:
-        DataError: something else is there and may not be overwritten.
+        DataError: If something else is there and may not be overwritten.
     """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return False
@@ -63,17 +63,17 @@ def is_made_already(output: Path, options: dict[str, Any], input_record: dict[st
 
 @contextmanager
 def partial_folder(output: Path) -> Iterator[Path]:
-    """`OUTPUT.partial`, for this process alone; removed at an error, unless it has a journal to go on from.
+    """Lock `OUTPUT.partial` for this process; an error removes the folder, unless it has a journal to resume from.
 
     Raises:
-        DataError: another process is using it, or it cannot be made or written to.
+        DataError: If another process is using the folder, or it cannot be created or written to.
     """
     folder = partial_path(output)
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
-            # Held by the process: it goes with it, however it ends.
+            # The lock belongs to the process and is released however the process ends.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DataError(f"{folder}: another process is preparing this output") from None
@@ -81,10 +81,10 @@ def partial_folder(output: Path) -> Iterator[Path]:
             yield folder
         except BaseException as error:
             if (folder / JOURNAL_NAME).exists():
-                print(f"what is done is kept in {folder}: the same command goes on from there", flush=True)
+                print(f"progress is kept in {folder}; run the same command again to resume", flush=True)
             else:
                 shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, OSError) and error.filename is None:  # as when the disk is full
+            if isinstance(error, OSError) and error.filename is None:  # for example when the disk is full
                 raise DataError(f"{folder}: {error.strerror}") from None
             raise
     finally:
@@ -92,18 +92,18 @@ def partial_folder(output: Path) -> Iterator[Path]:
 
 
 def clear(folder: Path) -> None:
-    """Remove all that is in a folder."""
-    # The journal first: what it tells of must not be missing while it is there.
+    """Remove everything in a folder."""
+    # The journal goes first, so that it never refers to files that are missing.
     (folder / JOURNAL_NAME).unlink(missing_ok=True)
     for leftover in folder.iterdir():
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 def publish(folder: Path, output: Path) -> None:
-    """Give the finished folder its name, replacing an older output."""
+    """Rename the finished folder to its final name, replacing an older output."""
     (folder / JOURNAL_NAME).unlink(missing_ok=True)
     for child in folder.iterdir():
-        if not child.is_dir():  # the tokenizer, of which each split has a copy now
+        if not child.is_dir():  # the tokenizer; each split has a copy by now
             child.unlink()
     sync(folder)
     replaced = folder.with_suffix(".replaced")
@@ -116,7 +116,7 @@ def publish(folder: Path, output: Path) -> None:
 
 
 def _first_difference(manifest: Manifest, options: dict[str, Any], input_record: dict[str, Any]) -> str | None:
-    made_with = {**_FORMER_OPTIONS, **manifest.options}
+    made_with = {**_IMPLICIT_OPTIONS, **manifest.options}
     for name in sorted(made_with.keys() | options.keys()):
         then, now = made_with.get(name), options.get(name)
         if then != now:

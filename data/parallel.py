@@ -1,4 +1,4 @@
-"""A function over many tasks, in processes of their own, with the results in the order of the tasks."""
+"""Applies a function to many tasks in worker processes, and returns the results in order."""
 
 import multiprocessing
 import os
@@ -15,24 +15,24 @@ from data.blocks import BLOCK_BYTES, Block, Task
 from data.errors import DataError
 
 Result = TypeVar("Result")
-_BYTES_AHEAD = 4 * BLOCK_BYTES  # a worker; bounds the memory
+_BYTES_AHEAD = 4 * BLOCK_BYTES  # per worker; bounds the memory
 
 
 def map_tasks(
     make_function: Callable[[], Callable[[list[Block]], Result]], tasks: Iterable[Task], num_workers: int
 ) -> Generator[tuple[Task, Result], None, None]:
-    """Each task and the function's result for its blocks: in the order given, whatever `num_workers`.
+    """Yield each task with the function's result for its blocks, in the order of the tasks.
 
-    One worker is this process. More are processes of their own, and this one reads the tasks and hands them out; as
-    many tasks are on their way as keep the workers busy.
+    With one worker, everything runs in this process. With more, this process reads the tasks and passes them to worker
+    processes, with enough tasks in flight to keep these busy.
 
     Args:
-        make_function: makes the function, once in each worker; it is sent there, and must be of a kind that can be.
-        tasks: read a little ahead.
-        num_workers: processes.
+        make_function: Creates the function, once in each worker; must be picklable.
+        tasks: The tasks, which are read slightly ahead.
+        num_workers: Number of workers.
 
     Raises:
-        DataError: one of them was killed.
+        DataError: If a worker was killed.
     """
     if num_workers == 1:
         function = make_function()
@@ -55,24 +55,24 @@ def map_tasks(
             oldest, result = pending.popleft()
             yield oldest, result.result()
     except BrokenProcessPool:
-        raise DataError("a worker process was killed, perhaps for want of memory; try fewer --workers") from None
+        raise DataError("a worker process was killed, perhaps because memory ran out; try fewer --workers") from None
     finally:
         executor.shutdown(cancel_futures=True)
 
 
-_function: Callable[[list[Block]], Any] | None = None  # of this worker
+_function: Callable[[list[Block]], Any] | None = None  # the function of this worker process
 
 
 def _start_worker(make_function: Callable[[], Callable[[list[Block]], Any]]) -> None:
-    global _function  # noqa: PLW0603 - the pool offers no other place for what a worker keeps
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Hugging Face's library would start a thread a core in each worker
+    global _function  # noqa: PLW0603 - the pool has no other place for a worker's state
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise each worker would start one thread per core
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _function = make_function()
 
 
 def _exit_with_parent() -> None:
-    """End this process if its parent is killed; the pool would leave it waiting for work."""
+    """Exit when the parent is killed; otherwise the worker would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -1,13 +1,13 @@
-"""`python -m data.prepare`: text to token shards, with a tokenizer that is given or trained on the text.
+"""`python -m data.prepare`: turns text into token shards, with a given tokenizer or one trained on the text.
 
     OUTPUT/train/   train-00000.bin, train-00000.idx, …, tokenizer.model or tokenizer.json, manifest.json
     OUTPUT/val/     the same for the validation split
 
     sources --blocks.py-->  tasks  --parallel.py, encode.py-->  ids, in order  --shards.py-->  OUTPUT.partial
 
-Everything is made in OUTPUT.partial, which takes its final name when it is complete: an OUTPUT that exists is
-finished. A journal in there tells where to go on after a kill. The result depends neither on that nor on the number
-of workers.
+Everything is written to OUTPUT.partial, which is renamed when it is complete, so an OUTPUT that exists is finished. A
+journal in that folder records the point from which a killed preparation can be resumed. The result depends neither on
+interruptions nor on the number of workers.
 """
 
 import shutil
@@ -32,29 +32,30 @@ from data.files import write_file
 from data.indexed import token_dtype
 from data.inputs import describe_files, find_input_files
 from data.journal import Journal
+from data.load_tokenizer import load_tokenizer
 from data.manifest import pad_vocab_size
 from data.options import Options, parse_arguments
-from data.output import clear, is_made_already, partial_folder, partial_path, publish, resolve_output
+from data.output import clear, is_up_to_date, partial_folder, partial_path, publish, resolve_output
 from data.parallel import map_tasks
 from data.sentencepiece_tokenizer import SentencePieceTokenizer, train_sentencepiece
 from data.shards import SplitWriter
 from data.tokenizer import Tokenizer
 
-_TRAINING_BYTES = 30_000_000  # text a tokenizer is trained on; more adds little, and takes 25 bytes of memory a byte
-_READ_FOR_TRAINING_BYTES = 200 * _TRAINING_BYTES  # of so much, if the input has many files
+_TRAINING_BYTES = 30_000_000  # text to train a tokenizer on; more helps little and needs 25 bytes of memory per byte
+_READ_FOR_TRAINING_BYTES = 200 * _TRAINING_BYTES  # input to sample that text from, if there are many files
 _SECONDS_BETWEEN_SAVES = 30.0
 
 
 @dataclass(frozen=True)
 class _Input:
-    """What is read.
+    """The input of a preparation.
 
     Attributes:
-        sources: in order.
-        size_bytes: of all of them, 0 if unknown.
-        name: what to call them.
-        record: what the manifest keeps of them.
-        changed_ns: when a file was changed last; 0 for a data set.
+        sources: The sources in reading order.
+        size_bytes: Total size of the sources, 0 if unknown.
+        name: What messages call the input.
+        record: Description for the manifest.
+        changed_ns: Time of the latest change of a file; 0 for a dataset.
     """
 
     sources: Sequence[Source]
@@ -66,7 +67,7 @@ class _Input:
 
 @dataclass
 class _Written:
-    """What has been made: the writers of the splits that got a document, and the counts of the whole input."""
+    """The output so far: a writer for each split that has a document, and the counts of the whole input."""
 
     writers: dict[str, SplitWriter]
     counts: Counter[str]
@@ -86,34 +87,34 @@ class _Written:
 
 
 def prepare(options: Options) -> None:
-    """Make the output, or find it made already; prints what it does and a summary.
+    """Prepare the output unless it exists already, and print progress and a summary.
 
     Raises:
-        DataError: an input cannot be read, an option does not fit, or the output exists and is another one.
+        DataError: If an input cannot be read, an option is invalid, or the output exists with other options or input.
     """
     start = time.monotonic()
     given = None
     if options.tokenizer is not None:
-        given = Tokenizer.load(options.tokenizer)
-        given.choose_eod_id(options.eod_token)  # or say that it cannot, before anything is read
+        given = load_tokenizer(options.tokenizer)
+        given.choose_eod_id(options.eod_token)  # raises an error before anything is read
         if given.drops_characters:
-            print(f"{given.path} has no token for some characters, and none for unknown ones: they are left out")
+            print(f"{given.path} has no token for some characters and no unknown token: these characters are dropped")
     recorded = options.recorded(given)
     output = resolve_output(options.output)
     source = _open_input(options, output)
-    if is_made_already(output, recorded, source.record, options.overwrite):
+    if is_up_to_date(output, recorded, source.record, options.overwrite):
         print(f"{options.output} was made from the same input with the same options: nothing to do")
         return
     with partial_folder(output) as folder:
         print(f"reading {source.name}; writing {folder}", flush=True)
-        # The time too: the record has only samples of large files, and what follows must be of the same files.
+        # Includes the time of the last change, since the record covers only samples of large files.
         purpose = {"options": recorded, "input": source.record, "changed_ns": source.changed_ns}
         journal = _find_journal(folder, purpose)
         tokenizer = _get_tokenizer(options, given, source, folder)
         eod_id = tokenizer.choose_eod_id(options.eod_token)
         written = _write_shards(options, source, tokenizer, eod_id, folder, journal)
         if "train" not in written.writers:
-            raise DataError(f"no document for training: {_describe_shortage(written, options)}")
+            raise DataError(f"no documents for training: {_describe_shortage(written, options)}")
         splits = sorted(written.writers)  # "train" comes before "val"
         for split in splits:
             writer = written.writers[split]
@@ -126,12 +127,12 @@ def _open_input(options: Options, output: Path) -> _Input:
     if options.dataset is not None:
         dataset = DatasetSource(options.dataset)
         record = dataset.describe()
-        return _Input([dataset], dataset.size_bytes, f"data set {options.dataset.name}", record)
-    left_out: Counter[str] = Counter()
-    files = find_input_files(options.inputs, left_out, (output, partial_path(output)))
-    if left_out:
-        kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in left_out.most_common(5))
-        print(f"left out {_plural(left_out.total(), 'file')} of other names: {kinds}", flush=True)
+        return _Input([dataset], dataset.size_bytes, f"dataset {options.dataset.name}", record)
+    ignored: Counter[str] = Counter()
+    files = find_input_files(options.inputs, ignored, (output, partial_path(output)))
+    if ignored:
+        kinds = ", ".join(f"{count:,} {suffix or 'without a suffix'}" for suffix, count in ignored.most_common(5))
+        print(f"ignored {_plural(ignored.total(), 'file')} of other types: {kinds}", flush=True)
     record = describe_files(files)
     name = f"{_plural(len(files), 'file')}, {record['size_bytes'] / 1e6:,.1f} MB"
     changed_ns = max(file.path.stat().st_mtime_ns for file in files)
@@ -139,7 +140,7 @@ def _open_input(options: Options, output: Path) -> _Input:
 
 
 def _find_journal(folder: Path, purpose: dict[str, Any]) -> Journal:
-    """Where an earlier preparation of the same was, or the beginning of a new one in an emptied folder."""
+    """Return the journal of an earlier preparation with the same purpose, or a new one after emptying the folder."""
     journal = Journal.read(folder, purpose)
     if journal is None:
         clear(folder)
@@ -148,20 +149,20 @@ def _find_journal(folder: Path, purpose: dict[str, Any]) -> Journal:
 
 
 def _get_tokenizer(options: Options, given: Tokenizer | None, source: _Input, folder: Path) -> Tokenizer:
-    """The tokenizer given, or one trained on the training split; kept in `folder` for the time being."""
+    """Return the given tokenizer or one trained on the training split, stored in `folder` until the end."""
     if given is not None:
         write_file(folder / given.file_name, given.content)
-        return Tokenizer.load(folder / given.file_name)
+        return load_tokenizer(folder / given.file_name)
     path = folder / SentencePieceTokenizer.file_name
-    if not path.exists():  # else it is that of the journal
+    if not path.exists():  # if it exists, it belongs to the journal
         passages = _training_passages(options, source)
-        print(f"training a {options.train_tokenizer} tokenizer with {options.vocab_size:,} pieces", flush=True)
+        print(f"training a {options.train_tokenizer} tokenizer with {options.vocab_size:,} ids", flush=True)
         train_sentencepiece((passage.text for passage in passages), path, options.vocab_size, options.train_tokenizer)
-    return Tokenizer.load(path)
+    return load_tokenizer(path)
 
 
 def _training_passages(options: Options, source: _Input) -> list[Passage]:
-    """Passages of training documents, or an even sample of them if there are more than the trainer needs."""
+    """Return passages of training documents, or a uniform sample of them if there are more than the trainer needs."""
     step = max(1, source.size_bytes // _READ_FOR_TRAINING_BYTES)
     sources = source.sources[::step]
     kept: list[Passage] = []
@@ -184,9 +185,9 @@ def _training_passages(options: Options, source: _Input) -> list[Passage]:
 def _write_shards(
     options: Options, source: _Input, tokenizer: Tokenizer, eod_id: int, folder: Path, journal: Journal
 ) -> _Written:
-    """Tokenize everything after the journal's position."""
+    """Tokenize everything after the journal's position and write it to shards."""
     dtype = token_dtype(tokenizer.vocab_size)
-    written = _go_on(options, dtype, folder, journal)
+    written = _resume(options, dtype, folder, journal)
     before = written.counts["text_bytes"]
     make_function = partial(Encoder, tokenizer.path, eod_id, options.read, options.split)
     tasks = read_tasks(source.sources, options.read, journal.position)
@@ -215,29 +216,29 @@ def _write_shards(
     return written
 
 
-def _go_on(options: Options, dtype: np.dtype, folder: Path, journal: Journal) -> _Written:
-    """The writers as they were when the journal was written."""
+def _resume(options: Options, dtype: np.dtype, folder: Path, journal: Journal) -> _Written:
+    """Restore the writers to their state when the journal was written."""
     try:
         writers = {
             split: SplitWriter.resume(folder / split, split, dtype, options.shard_tokens, state)
             for split, state in journal.splits.items()
         }
     except DataError as error:
-        raise DataError(f"{error}; remove {folder} to begin again") from None
+        raise DataError(f"{error}; remove {folder} to start again") from None
     for child in folder.iterdir():
         if child.is_dir() and child.name not in writers:
             shutil.rmtree(child)
     written = _Written(writers, Counter(journal.counts))
     if journal.position != Position():
-        print(f"going on after {written.counts['documents']:,} documents, {written.num_tokens:,} tokens", flush=True)
+        print(f"resuming after {written.counts['documents']:,} documents, {written.num_tokens:,} tokens", flush=True)
     return written
 
 
 def _describe_shortage(written: _Written, options: Options) -> str:
     num_val = sum(writer.num_documents for writer in written.writers.values())
     counts = [
-        (written.counts["empty"], "of them empty"),
-        (written.counts["skipped"], f"left out (--on-error {options.read.on_error})"),
+        (written.counts["empty"], "empty"),
+        (written.counts["skipped"], f"skipped (--on-error {options.read.on_error})"),
         (num_val, f"for validation (--val-fraction {options.val_fraction})"),
     ]
     parts = [f"{count:,} {meaning}" for count, meaning in counts if count]
@@ -257,17 +258,17 @@ def _print_summary(
         )
     if options.val_fraction > 0 and "val" not in splits:
         print(
-            f"  no document fell into the validation split (--val-fraction {options.val_fraction}); smaller "
-            "documents (--document-per) or a larger fraction help"
+            f"  the validation split is empty (--val-fraction {options.val_fraction}); use smaller documents "
+            "(--document-per) or a larger fraction"
         )
     print(
-        f"  {counts['text_bytes'] / written.num_tokens:.2f} bytes a token, vocabulary {tokenizer.vocab_size:,} "
+        f"  {counts['text_bytes'] / written.num_tokens:.2f} bytes per token, vocabulary {tokenizer.vocab_size:,} "
         f"(padded to {pad_vocab_size(tokenizer.vocab_size):,})"
     )
     print(f"  skipped {counts['empty']:,} empty documents, dropped {counts['nul']:,} NUL characters", flush=True)
     if counts["skipped"] or counts["replaced"]:
         print(
-            f"  left out {counts['skipped']:,} documents that could not be read, replaced {counts['replaced']:,} "
+            f"  skipped {counts['skipped']:,} documents that could not be read, replaced {counts['replaced']:,} "
             f"characters (--on-error {options.read.on_error})"
         )
 
@@ -277,7 +278,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
 
     def command() -> int:
         prepare(parse_arguments(arguments))

@@ -1,4 +1,4 @@
-"""Blocks to documents, and what happens to bytes that are not text."""
+"""Reads documents from blocks, and handles bytes that cannot be decoded."""
 
 import json
 import re
@@ -13,15 +13,17 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def read_documents(blocks: list[Block], options: ReadOptions, counts: Counter[str]) -> Iterator[str]:
-    """The documents of blocks, in order; all of them can be written as UTF-8.
+    """Yield the documents of blocks in order; all of them can be encoded as UTF-8.
 
     Args:
-        blocks: of any kinds.
-        options: how to cut and decode them.
-        counts: gets the numbers of "documents" found, those "skipped" for an error, and characters "replaced".
+        blocks: Blocks of any type.
+        options: How to split and decode them.
+        counts: Receives the number of "documents" found, of those "skipped" because of an error, and of characters
+            "replaced".
 
     Raises:
-        DataError: an error that `options.on_error` does not cover; names the file and the byte, line or row.
+        DataError: If there is an error that `options.on_error` does not cover; names the file and the byte, line or
+            row.
     """
     reader = _Reader(options, counts)
     for block in blocks:
@@ -32,7 +34,7 @@ def read_documents(blocks: list[Block], options: ReadOptions, counts: Counter[st
 
 
 class _Reader:
-    """Reads blocks by the options; a document is None where it was skipped."""
+    """Reads blocks according to the options; a skipped document is None."""
 
     def __init__(self, options: ReadOptions, counts: Counter[str]) -> None:
         self._options = options
@@ -63,11 +65,11 @@ class _Reader:
         try:
             record = json.loads(content)
         except (ValueError, RecursionError) as error:
-            self._leave_out(f"{place}: not valid JSON: {error} (byte {offset:,})")
+            self._skip_record(f"{place}: not valid JSON: {error} (byte {offset:,})")
             return None
         text = record.get(self._options.text_key) if isinstance(record, dict) else None
         if not isinstance(text, str):
-            self._leave_out(f"{place}: {describe_missing_text(record, self._options.text_key)}")
+            self._skip_record(f"{place}: {describe_missing_text(record, self._options.text_key)}")
             return None
         return self._repair(text, place)
 
@@ -79,16 +81,16 @@ class _Reader:
             elif text is not None:
                 yield self._repair(text, place)
             else:
-                self._leave_out(f"{place}: no text under {self._options.text_key!r} (--text-key)")
+                self._skip_record(f"{place}: no text under {self._options.text_key!r} (--text-key)")
                 yield None
 
     def _decode(self, content: bytes, offset: int, place: str) -> str | None:
-        """Text of UTF-8 whose first byte is number `offset` of its place; None if it is to be skipped."""
+        """Decode UTF-8 whose first byte is byte `offset` of `place`; return None if the document is skipped."""
         try:
             return self._unify(content.decode())
         except UnicodeDecodeError as error:
             found = describe_bad_byte(offset + error.start, content[error.start], "utf-8", content)
-            self._settle(f"{place}: {found}")
+            self._handle_bad_text(f"{place}: {found}")
         if self._options.on_error == "skip":
             return None
         text = content.decode(errors="replace")
@@ -96,24 +98,24 @@ class _Reader:
         return self._unify(text)
 
     def _repair(self, text: str, place: str) -> str | None:
-        """A text without halves of surrogate pairs, as "\\ud800" in JSON makes; None if it is to be skipped."""
+        """Replace lone surrogates, such as "\\ud800" in JSON; return None if the document is skipped."""
         match = _SURROGATES.search(text) if not text.isascii() else None
         if match is not None:
-            self._settle(f"{place}: character {match.start():,} of the text is half of a surrogate pair (--on-error)")
+            self._handle_bad_text(f"{place}: character {match.start():,} of the text is a lone surrogate (--on-error)")
             if self._options.on_error == "skip":
                 return None
             text, num_replaced = _SURROGATES.subn("\ufffd", text)
             self._counts["replaced"] += num_replaced
         return self._unify(text)
 
-    def _leave_out(self, message: str) -> None:
-        """For a record without a text, which cannot be repaired."""
+    def _skip_record(self, message: str) -> None:
+        """Skip a record without text, which cannot be repaired, or raise DataError."""
         if self._options.on_error != "skip":
-            raise DataError(f"{message}; --on-error skip leaves it out")
+            raise DataError(f"{message}; use --on-error skip to skip it")
         self._counts["skipped"] += 1
 
-    def _settle(self, message: str) -> None:
-        """For bytes that are not text, which can."""
+    def _handle_bad_text(self, message: str) -> None:
+        """Raise DataError for text that cannot be decoded, or count the document if it is skipped."""
         if self._options.on_error == "stop":
             raise DataError(message)
         self._counts["skipped"] += self._options.on_error == "skip"
@@ -129,7 +131,7 @@ def _whole(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Start and content of each line; "\\n", "\\r\\n" and "\\r" end lines."""
+    """Yield start and content of each line; lines end with "\\n", "\\r\\n" or "\\r"."""
     start = 0
     for line in content.splitlines(keepends=True):
         yield start, line.rstrip(b"\r\n")
@@ -137,7 +139,7 @@ def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _line_groups(content: bytes) -> Iterator[tuple[int, bytes]]:
-    """Start and content of each group of lines between blank ones."""
+    """Yield start and content of each group of lines between blank lines."""
     group_start = start = 0
     group: list[bytes] = []
     for line in content.splitlines(keepends=True):
@@ -154,7 +156,7 @@ def _line_groups(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _join_lines(lines: list[bytes]) -> bytes:
-    """Without the end of the last one."""
+    """Join lines, without the line end of the last one."""
     return b"".join([*lines[:-1], lines[-1].rstrip(b"\r\n")])
 
 

@@ -1,4 +1,4 @@
-"""SentencePiece: loading a tokenizer, and training one that gives every text back byte for byte."""
+"""SentencePiece tokenizers: loads one, or trains one that reproduces every text byte for byte."""
 
 import io
 import re
@@ -14,33 +14,33 @@ from data.tokenizer import Tokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
 MODEL_TYPES = ("unigram", "bpe")
-LEAST_VOCAB_SIZE = 260  # 256 bytes, three others and a character
-_TRAINING_THREADS = 4  # fixed: sums of floats, and so the result, depend on it
+MIN_VOCAB_SIZE = 260  # 256 bytes, three other pieces and one character
+_TRAINING_THREADS = 4  # fixed, since floating-point sums and thus the result depend on it
 _SENTENCE_CHARS = 4096
 
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model.
 
-    Its end-of-document id is that of the model's end-of-sentence piece. That is a control piece: text that spells
-    its name is encoded like any other text and never as this id.
+    The end-of-document id is that of the model's end-of-sentence piece. It is a control piece: if its name occurs in a
+    text, it is encoded like any other text and never as this id.
 
-    For a model of `train_sentencepiece`, `decode(encode(text)) == text`, except that U+2581 (▁), which
-    SentencePiece writes for a space, comes back as a space.
+    With a model of `train_sentencepiece`, `decode(encode(text)) == text`, except that U+2581 (▁), which
+    SentencePiece uses for a space, is decoded as a space.
     """
 
     kind = "sentencepiece"
     file_name = "tokenizer.model"
 
     def __init__(self, path: Path, content: bytes) -> None:
-        """For `Tokenizer.load`.
+        """Called by `load_tokenizer`.
 
         Raises:
-            DataError: the content is not a SentencePiece model.
+            DataError: If the content is not a SentencePiece model.
         """
         super().__init__(path, content)
         try:
-            if not content:  # which the library takes for nothing to load
+            if not content:  # the library would load nothing and raise no error
                 raise RuntimeError
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError:
@@ -56,7 +56,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.encode(text)
 
     def encode_array(self, text: str) -> np.ndarray:
-        """See `Tokenizer`; without a list on the way."""
+        """See `Tokenizer`; avoids an intermediate list."""
         return self._processor.encode(text, return_type="numpy")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -72,17 +72,17 @@ class SentencePieceTokenizer(Tokenizer):
 def train_sentencepiece(texts: Iterable[str], out_path: str | Path, vocab_size: int, model_type: str) -> None:
     """Train a tokenizer and write it to `out_path`.
 
-    Text is taken as it is: no normalisation, no added or removed spaces, newlines kept, and bytes for
-    characters that have no piece of their own. The same texts give the same file.
+    The text is not changed: there is no normalisation, no spaces are added or removed, newlines are kept, and
+    characters without a piece are encoded as bytes. The same texts give the same file.
 
     Args:
-        texts: documents, read once and held in memory by the trainer.
-        out_path: the `.model` file to write.
-        vocab_size: number of ids, 256 bytes and 3 others included.
+        texts: Documents; they are read once and kept in memory by the trainer.
+        out_path: The `.model` file to write.
+        vocab_size: Number of ids, including 256 bytes and 3 others.
         model_type: "unigram" or "bpe".
 
     Raises:
-        DataError: the texts have too few pieces for the vocabulary, or too many different characters.
+        DataError: If the texts have too few pieces for the vocabulary, or too many different characters.
     """
     model = io.BytesIO()
     try:
@@ -113,7 +113,7 @@ def train_sentencepiece(texts: Iterable[str], out_path: str | Path, vocab_size: 
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Lines of the texts, long ones cut: the trainer skips sentences beyond its limit."""
+    """Yield the lines of the texts, and long ones in parts, since the trainer skips sentences beyond its limit."""
     for text in texts:
         for line in text.split("\n"):
             for start in range(0, len(line), _SENTENCE_CHARS):
@@ -124,8 +124,8 @@ def _explain_failure(message: str, vocab_size: int) -> str:
     vocabulary = f"a vocabulary of {vocab_size:,} (--vocab-size)"
     if limit := re.search(r"Vocabulary size too high.*<= (\d+)", message):
         return f"{vocabulary} is too large for this text, which gives at most {int(limit[1]):,} pieces"
-    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
-        return f"{vocabulary} is too small for this text, which needs at least {int(least[1]):,}"
+    if minimum := re.search(r"smaller than required_chars\. \d+ vs (\d+)", message):
+        return f"{vocabulary} is too small for this text, which needs at least {int(minimum[1]):,} pieces"
     if "sentences_.empty()" in message:
         return "there is no text to train a tokenizer on"
     return f"training the tokenizer failed: {' '.join(message.split())}"

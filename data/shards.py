@@ -1,4 +1,4 @@
-"""The shards of one split: a new one whenever the last is full, and a manifest at the end."""
+"""Writes the shards of one split: a new one whenever the last is full, and a manifest at the end."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -17,12 +17,14 @@ from data.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class SplitState:
-    """How far a split has been written.
+    """How much of a split has been written.
 
     Attributes:
-        num_documents, num_tokens: in all shards.
-        num_full_shards: shards that are finished.
-        open_documents, open_tokens: of them, in the shard that is not.
+        num_documents: Number of documents in all shards.
+        num_tokens: Number of tokens in all shards.
+        num_full_shards: Number of finished shards.
+        open_documents: Number of documents in the unfinished shard.
+        open_tokens: Number of tokens in the unfinished shard.
     """
 
     num_documents: int = 0
@@ -33,13 +35,14 @@ class SplitState:
 
 
 class SplitWriter:
-    """Writes the documents of one split into shards `SPLIT-00000`, `SPLIT-00001`, … of a folder.
+    """Writes the documents of one split to shards `SPLIT-00000`, `SPLIT-00001`, … in a folder.
 
     Attributes:
-        folder: the folder, made if it is not there.
+        folder: The folder, which is created if necessary.
         split: "train" or "val".
-        num_documents, num_tokens: written so far.
-        prefixes: the shards so far.
+        num_documents: Number of documents written so far.
+        num_tokens: Number of tokens written so far.
+        prefixes: Prefixes of the shards so far.
     """
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype, shard_tokens: int) -> None:
@@ -55,17 +58,17 @@ class SplitWriter:
 
     @classmethod
     def resume(cls, folder: Path, split: str, dtype: np.dtype, shard_tokens: int, state: SplitState) -> "SplitWriter":
-        """Go on from a state that `save` gave, in the same folder; what was written after it is removed.
+        """Continue from a state that `save` returned for this folder, and remove everything written later.
 
         Raises:
-            DataError: the folder holds less than the state tells of.
+            DataError: If the folder contains less than the state describes.
         """
         writer = cls(folder, split, dtype, shard_tokens)
         writer.num_documents, writer.num_tokens = state.num_documents, state.num_tokens
         writer.prefixes = [writer._prefix(number) for number in range(state.num_full_shards)]
         num_tokens = state.open_tokens + sum(IndexedShard.open(prefix).num_tokens for prefix in writer.prefixes)
         if num_tokens != state.num_tokens:
-            raise DataError(f"{folder}: {num_tokens:,} tokens in the shards, {state.num_tokens:,} were written")
+            raise DataError(f"{folder}: {num_tokens:,} tokens in the shards, but {state.num_tokens:,} were written")
         kept = {path.name for prefix in writer.prefixes for path in (bin_path(prefix), idx_path(prefix))}
         if state.open_documents:
             prefix = writer._prefix(state.num_full_shards)
@@ -78,7 +81,7 @@ class SplitWriter:
         return writer
 
     def save(self) -> SplitState:
-        """Bring everything so far to the disk, for `resume`."""
+        """Flush everything so far to disk, and return the state for `resume`."""
         if self._shard is None:
             return SplitState(self.num_documents, self.num_tokens, len(self.prefixes))
         self._shard.save()
@@ -91,7 +94,7 @@ class SplitWriter:
         )
 
     def add_document(self, tokens: np.ndarray) -> None:
-        """Append a document [num_tokens]; in a new shard if it would take this one beyond the limit."""
+        """Append a document [num_tokens], to a new shard if it would take the current one beyond the limit."""
         if self._shard is not None and self._shard.num_tokens + len(tokens) > self._shard_tokens:
             self.close_shard()
         if self._shard is None:
@@ -109,7 +112,7 @@ class SplitWriter:
             self._shard = None
 
     def release(self) -> None:
-        """Leave the last shard unfinished, for `resume`."""
+        """Close the last shard unfinished, for `resume`."""
         if self._shard is not None:
             self._shard.release()
 
@@ -122,7 +125,7 @@ class SplitWriter:
         input_record: dict[str, Any],
         counts: Counter[str],
     ) -> None:
-        """Add the tokenizer and the manifest; the folder is then complete."""
+        """Write the tokenizer and the manifest, which completes the folder."""
         write_file(self.folder / tokenizer.file_name, tokenizer.content)
         Manifest(
             split=self.split,

@@ -1,12 +1,12 @@
-"""A source: tokens that one entry of `data.sources` points to, whatever number of shards they are in.
+"""A source: the tokens that one entry of `data.sources` refers to, in any number of shards.
 
-    shards     | train-00000     | train-00001   | train-00002        |     laid end to end
+    shards     | train-00000     | train-00001   | train-00002        |     end to end
     windows    |   0   |   1   |   2   |   3   |   4   |   5   |  ..        seq_len tokens each
     reads      |--------|                                                   seq_len + 1 tokens: window 0 ends
                        |--------|                                           on the first token of window 1
 
-The last token of a read is only ever a target, so that every token but the very first is a target once an
-epoch (apart from a remainder of fewer than seq_len tokens at the end).
+The last token of a read is only used as a target, so every token but the first one is a target once per epoch, except
+for a remainder of fewer than seq_len tokens at the end.
 """
 
 import re
@@ -26,35 +26,35 @@ class TokenSource:
     """The shards of one source as one stream of tokens.
 
     Attributes:
-        path: as given.
-        name: for logs. A split's folder is named after the data set and not after the split:
-            `corpus/train` and `corpus/val` are both "corpus".
-        manifest: None for shards that were prepared elsewhere.
-        shards: in reading order.
-        num_tokens: over all shards.
+        path: The source's path as given.
+        name: Name for logs, that of the dataset rather than the split: "corpus" for both `corpus/train` and
+            `corpus/val`.
+        manifest: The manifest; None for shards that were prepared elsewhere.
+        shards: The shards in reading order.
+        num_tokens: Total number of tokens in the shards.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None, shards: list[IndexedShard]) -> None:
-        """For `open`."""
+        """Called by `open`."""
         self.path = path
         self.manifest = manifest
         self.shards = shards
         self.name = path.absolute().name
         if manifest is not None and self.name == manifest.split:
             self.name = path.absolute().parent.name
-        # Token at which each shard starts, and the total. A list, since single numbers of an array are slow to get.
+        # Token at which each shard starts, and the total. A list, since indexing single elements of an array is slow.
         self._starts = list(accumulate((shard.num_tokens for shard in shards), initial=0))
         self.num_tokens = self._starts[-1]
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenSource":
-        """Open a folder of shards, with a manifest or without, or a Megatron pair `PATH.bin`, `PATH.idx`.
+        """Open a folder of shards, with or without a manifest, or a Megatron pair `PATH.bin`, `PATH.idx`.
 
-        The suffix of a pair may be given too. Without a manifest, a folder's shards are all its pairs, by name, with
-        numbers in the names by their value. Sizes are checked, hashes are not (`data.inspect` does that).
+        The path of a pair may include a suffix. Without a manifest, a folder's shards are all its pairs, sorted by name
+        with numbers compared by value. Sizes are checked, hashes are not (`data.inspect` does that).
 
         Raises:
-            DataError: nothing there, or the manifest or a shard is missing, damaged or contradicts the other.
+            DataError: If there is nothing at the path, or the manifest or a shard is missing, damaged or inconsistent.
         """
         path = Path(path)
         if path.is_dir():
@@ -70,14 +70,14 @@ class TokenSource:
             return source
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
         if not bin_path(prefix).exists() and not idx_path(prefix).exists():
-            raise DataError(f"{path}: neither a folder of shards nor the name of a .bin/.idx pair")
+            raise DataError(f"{path}: neither a folder of shards nor the prefix of a .bin/.idx pair")
         return cls(prefix, None, [IndexedShard.open(prefix)])
 
     def num_windows(self, seq_len: int) -> int:
-        """Windows of `seq_len` tokens that have a target for every token.
+        """Return the number of windows of `seq_len` tokens that have a target for every token.
 
         Raises:
-            DataError: there is not even one.
+            DataError: If there is not a single one.
         """
         if self.num_tokens <= seq_len:
             raise DataError(
@@ -86,14 +86,14 @@ class TokenSource:
         return (self.num_tokens - 1) // seq_len
 
     def read_window(self, window: int, seq_len: int, out: np.ndarray) -> None:
-        """Copy tokens window·seq_len … (window + 1)·seq_len, both included, into `out` [seq_len + 1]."""
+        """Copy tokens window·seq_len … (window + 1)·seq_len, both inclusive, to `out` [seq_len + 1]."""
         filled = 0
-        for shard, start, stop in self.pieces(window, seq_len):
+        for shard, start, stop in self.shard_ranges(window, seq_len):
             out[filled : filled + stop - start] = shard.read(start, stop)
             filled += stop - start
 
-    def pieces(self, window: int, seq_len: int) -> Iterator[tuple[IndexedShard, int, int]]:
-        """The shards that hold a window's tokens, each with the range of them within it."""
+    def shard_ranges(self, window: int, seq_len: int) -> Iterator[tuple[IndexedShard, int, int]]:
+        """Yield the shards that contain a window's tokens, each with the range of these tokens in it."""
         start = window * seq_len
         stop = start + seq_len + 1
         shard = self._shard_of(start)
@@ -106,9 +106,9 @@ class TokenSource:
             shard += 1
 
     def document_starts(self, window: int, seq_len: int) -> np.ndarray:
-        """Where documents start, counted from the window's first token, which is left out: int64 [N], ascending.
+        """Return the tokens of a window at which documents start, counted from its first token: int64 [N], ascending.
 
-        From 1 to seq_len + 1: whether the last target ends its document is known by the token behind it. The end of the
+        They range from 1 to seq_len + 1; the last one shows whether the last target ends its document. The end of the
         source counts as a start, and a token may be listed more than once.
         """
         start = window * seq_len
@@ -124,17 +124,17 @@ class TokenSource:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def describe_offset(self, token_offset: int) -> str:
-        """Where token `token_offset` of the source is: "FILE: token N", counted within that file."""
+        """Describe the place of token `token_offset` of the source: "FILE: token N", counted within that file."""
         shard = self._shard_of(token_offset)
         return f"{bin_path(self.shards[shard].prefix)}: token {token_offset - self._starts[shard]:,}"
 
     def _shard_of(self, token_offset: int) -> int:
-        # From the right: steps over empty shards, which start where their successor does.
+        # Bisect from the right, to skip empty shards, which start at the same token as the next one.
         return bisect_right(self._starts, token_offset) - 1
 
 
 def _find_pairs(folder: Path) -> list[Path]:
-    """Prefixes of the shards in a folder without a manifest; none if it holds no shards or is unfinished."""
+    """Return the prefixes of the shards in a folder without a manifest; none if there are none or it is unfinished."""
     if is_unfinished(folder):
         return []
     paths = [path for path in folder.iterdir() if path.suffix in (".bin", ".idx") and not path.name.startswith(".")]
@@ -142,6 +142,6 @@ def _find_pairs(folder: Path) -> list[Path]:
 
 
 def _natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
-    """For sorting: "part_2" before "part_10"."""
+    """Return a sort key that puts "part_2" before "part_10"."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if index % 2 else (0, part) for index, part in enumerate(parts)], name

@@ -1,4 +1,4 @@
-"""The bytes of an input file: decompressed, and turned into UTF-8 if they are in another encoding."""
+"""Reads the bytes of an input file: decompresses them, and converts other encodings to UTF-8."""
 
 import codecs
 import gzip
@@ -13,25 +13,25 @@ from data.errors import DataError
 from data.inputs import InputFile
 
 CHUNK_BYTES = 1 << 20
-_ZSTD_READ_BYTES = 32 << 10  # one such piece may become a hundred times as much
-_ZSTD_WINDOW_BYTES = 1 << 31  # files of `zstd --long=31` exist
+_ZSTD_READ_BYTES = 32 << 10  # may decompress to a hundred times as much
+_ZSTD_WINDOW_BYTES = 1 << 31  # as written by `zstd --long=31`
 _MARK_ERRORS = "data.streams.mark"
-_MARK = "\udcff"  # as `surrogateescape` writes the byte 0xFF, which UTF-8 never has
+_MARK = "\udcff"  # `surrogateescape` encodes it as the byte 0xFF, which never occurs in UTF-8
 
 
 class Chunk(NamedTuple):
-    """Some bytes of a file, and how many bytes of the file as stored have been read so far."""
+    """Some decompressed bytes of a file, and how many bytes of the stored file have been read so far."""
 
     content: bytes
     stored_bytes: int
 
 
 def read_chunks(file: InputFile) -> Iterator[Chunk]:
-    """The decompressed content of a file, in order.
+    """Yield the decompressed content of a file, in order.
 
     Raises:
-        DataError: a compressed file is damaged or cut short.
-        OSError: it cannot be read.
+        DataError: If a compressed file is damaged or truncated.
+        OSError: If the file cannot be read.
     """
     with file.path.open("rb", buffering=0) as raw:
         try:
@@ -42,27 +42,27 @@ def read_chunks(file: InputFile) -> Iterator[Chunk]:
 
 @contextmanager
 def open_seekable(file: InputFile) -> Iterator[BinaryIO]:
-    """A file for reading anywhere in it; a compressed one is first unpacked into a temporary file (TMPDIR)."""
+    """Open a file for random access; a compressed one is first decompressed to a temporary file (in TMPDIR)."""
     if file.compression is None:
         with file.path.open("rb") as plain:
             yield plain
         return
-    with tempfile.TemporaryFile() as unpacked:
+    with tempfile.TemporaryFile() as decompressed:
         for chunk in read_chunks(file):
-            unpacked.write(chunk.content)
-        unpacked.seek(0)
-        yield unpacked
+            decompressed.write(chunk.content)
+        decompressed.seek(0)
+        yield decompressed
 
 
 def check_encoding(name: str) -> str:
-    """The usual name of an encoding; that of UTF-8, with or without byte order mark, is "utf-8".
+    """Return the usual name of an encoding; with or without a byte order mark, that of UTF-8 is "utf-8".
 
     Raises:
-        DataError: Python knows no such encoding of text.
+        DataError: If Python has no such text encoding.
     """
     try:
         codec = codecs.lookup(name)
-        "".encode(name)  # not one of those from bytes to bytes
+        "".encode(name)  # excludes bytes-to-bytes codecs
     except (LookupError, ValueError):
         raise DataError(
             f"--encoding {name}: unknown; expected a name such as utf-8, latin-1, utf-16, gb18030"
@@ -71,10 +71,10 @@ def check_encoding(name: str) -> str:
 
 
 def to_utf8(chunks: Iterator[Chunk], encoding: str, path: Path, on_error: str) -> Iterator[Chunk]:
-    """Chunks in `encoding` as chunks in UTF-8; where a byte cannot be decoded, the UTF-8 has the byte 0xFF.
+    """Convert chunks from `encoding` to UTF-8, with the byte 0xFF in place of bytes that cannot be decoded.
 
     Raises:
-        DataError: there is such a byte and `on_error` is "stop".
+        DataError: If there is such a byte and `on_error` is "stop".
     """
     if encoding == "utf-8":
         yield from chunks
@@ -84,10 +84,13 @@ def to_utf8(chunks: Iterator[Chunk], encoding: str, path: Path, on_error: str) -
 
 
 def decode_chunks(chunks: Iterator[Chunk], encoding: str, path: Path, on_error: str) -> Iterator[tuple[str, int]]:
-    """The text of chunks, with the bytes stored; where a byte cannot be decoded, it has half of a surrogate pair.
+    """Decode chunks, with a lone surrogate in place of bytes that cannot be decoded.
+
+    Returns:
+        Texts, each with the number of bytes of the stored file read so far.
 
     Raises:
-        DataError: there is such a byte and `on_error` is "stop".
+        DataError: If there is such a byte and `on_error` is "stop".
     """
     codecs.register_error(_MARK_ERRORS, lambda error: (_MARK, error.end))  # type: ignore[attr-defined]
     decoder = codecs.getincrementaldecoder(encoding)("strict" if on_error == "stop" else _MARK_ERRORS)
@@ -99,9 +102,9 @@ def decode_chunks(chunks: Iterator[Chunk], encoding: str, path: Path, on_error: 
 
 
 def describe_bad_byte(offset: int, byte: int, encoding: str, beginning: bytes) -> str:
-    """What is wrong with a byte of a file or record that begins so, and which options answer it."""
+    """Describe a byte that cannot be decoded, and the options that help; `beginning` starts the file or record."""
     marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    hint = ", but perhaps UTF-16 (--encoding utf-16)" if offset == 0 and beginning.startswith(marks) else ""
+    hint = ", perhaps UTF-16 (--encoding utf-16)" if offset == 0 and beginning.startswith(marks) else ""
     return f"byte {offset:,} is 0x{byte:02X}: not {encoding.upper()}{hint} (--encoding, --on-error)"
 
 
@@ -111,13 +114,13 @@ def _decode(
     try:
         return decoder.decode(content, final)
     except UnicodeDecodeError as error:
-        # The decoder had kept the beginning of `error.object` from earlier chunks.
+        # The beginning of `error.object` may come from earlier chunks.
         offset = read_bytes - len(error.object) + error.start
         found = describe_bad_byte(offset, error.object[error.start], encoding, error.object)
         raise DataError(f"{path}: {found}") from None
     except UnicodeError as error:
         if encoding in ("utf-16", "utf-32"):
-            message = f"no byte order mark; --encoding {encoding}-le or {encoding}-be needs none"
+            message = f"no byte order mark; use --encoding {encoding}-le or {encoding}-be"
             raise DataError(f"{path}: {message}") from None
         raise DataError(f"{path}: not {encoding.upper()} (--encoding): {error}") from None
 
@@ -130,8 +133,8 @@ def _read_plain(raw: BinaryIO) -> Iterator[Chunk]:
 
 
 def _read_gzip(raw: BinaryIO) -> Iterator[Chunk]:
-    with gzip.GzipFile(fileobj=raw) as unpacked:
-        while content := unpacked.read(CHUNK_BYTES):
+    with gzip.GzipFile(fileobj=raw) as decompressed:
+        while content := decompressed.read(CHUNK_BYTES):
             yield Chunk(content, raw.tell())
 
 
@@ -140,19 +143,19 @@ def _read_zstd(raw: BinaryIO) -> Iterator[Chunk]:
 
     context = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES)
     frame = None
-    while piece := raw.read(_ZSTD_READ_BYTES):
-        while piece:
+    while stored := raw.read(_ZSTD_READ_BYTES):
+        while stored:
             frame = frame or context.decompressobj()
             try:
-                content = frame.decompress(piece)
+                content = frame.decompress(stored)
             except zstandard.ZstdError as error:
                 raise EOFError(str(error)) from None
             if content:
                 yield Chunk(content, raw.tell())
-            piece = frame.unused_data if frame.eof else b""
+            stored = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame
     if frame is not None:
-        raise EOFError("it ends in the middle of a frame")
+        raise EOFError("the last frame is incomplete")
 
 
 _CHUNK_READERS = {None: _read_plain, "gzip": _read_gzip, "zstd": _read_zstd}

@@ -215,10 +215,10 @@ def _load_encoder(path: Path, tokenizer: Path | None) -> Callable[[str], list[in
     """Text to ids: with the tokenizer of that name, or the one that the model's folder holds. Raises RunError."""
     from transformers import AutoTokenizer
 
-    from data.tokenizer import Tokenizer
+    from data.load_tokenizer import load_tokenizer
 
     if tokenizer is not None:
-        return Tokenizer.load(tokenizer).encode
+        return load_tokenizer(tokenizer).encode
     try:
         own: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # each tokenizer class raises its own kinds

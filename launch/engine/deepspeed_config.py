@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from configs.schema import Config
+from data.loader import derive_accumulation
 
 MAX_BUCKET_ELEMENTS = 200_000_000
 
@@ -13,8 +13,8 @@ MAX_BUCKET_ELEMENTS = 200_000_000
 def accumulation_steps(config: Config, world_size: int) -> int:
     """Micro-batches that a rank runs in one optimizer step."""
     assert config.data.seq_len is not None
-    samples = config.train.global_batch_tokens // config.data.seq_len
-    return math.ceil(samples / (config.train.micro_batch_size * world_size))
+    samples_per_step = config.train.global_batch_tokens // config.data.seq_len
+    return derive_accumulation(samples_per_step, config.train.micro_batch_size, world_size)
 
 
 def deepspeed_config(config: Config, world_size: int, accumulation: int, num_parameters: int) -> dict[str, Any]:

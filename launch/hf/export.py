@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from data.command_line import Progress
+from data.load_tokenizer import load_tokenizer
 from data.tokenizer import Tokenizer
 from launch.checkpoint.safetensors_stream import StreamedTensor, write_safetensors
 from launch.cli import new_folder
@@ -125,7 +126,7 @@ def _write_weights(folder: Path, masters: Masters, dtype: str, max_shard_bytes: 
 def _find_tokenizer(masters: Masters) -> Tokenizer | None:
 
     name = masters.state.tokenizer_file
-    return None if name is None else Tokenizer.load(masters.checkpoint / name)
+    return None if name is None else load_tokenizer(masters.checkpoint / name)
 
 
 def _write_tokenizer(folder: Path, masters: Masters, tokenizer: Tokenizer | None, eod_id: int | None) -> list[str]:

@@ -20,6 +20,7 @@ from configs.schema import Config, DataConfig, ModelConfig, RunConfig, SourceCon
 from data.command_line import Progress
 from data.files import write_file
 from data.huggingface_tokenizer import HuggingFaceTokenizer
+from data.load_tokenizer import load_tokenizer
 from data.tokenizer import Tokenizer
 from launch.checkpoint.files import (
     CONFIG,
@@ -115,7 +116,7 @@ def _open(path: Path, stack: contextlib.ExitStack) -> _Source:
     for name in ("tokenizer.model", "tokenizer.json"):
         if (path / name).is_file():
             try:
-                tokenizers.append(Tokenizer.load(path / name))
+                tokenizers.append(load_tokenizer(path / name))
             except ValueError as error:
                 remarks.append(str(error))
     # A tokenizer.json may have tokens that were added to the SentencePiece model beside it.

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from configs.schema import Config
+from data.load_tokenizer import load_tokenizer as load_tokenizer_file
 from data.tokenizer import Tokenizer
 from launch.checkpoint.files import (
     CheckpointReader,
@@ -62,7 +63,7 @@ def load_tokenizer(checkpoint: Path, chosen: Path | None, vocab_size: int | None
     name = read_state(checkpoint).tokenizer_file
     if chosen is None and name is None:
         raise RunError(f"{checkpoint} holds no tokenizer (its data had none); name one with --tokenizer")
-    tokenizer = Tokenizer.load(chosen or checkpoint / str(name))
+    tokenizer = load_tokenizer_file(chosen or checkpoint / str(name))
     if tokenizer.vocab_size > (vocab_size or 0):
         raise RunError(
             f"{tokenizer.path}: has {tokenizer.vocab_size} ids, beyond the model's vocabulary of {vocab_size}"

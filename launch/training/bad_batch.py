@@ -47,7 +47,7 @@ def locate_samples(data: TrainingData, samples: Sequence[int], seq_len: int) -> 
                 "documents": [shard.document_of(start), shard.document_of(stop - 1)],
                 "tokens": [start, stop - 1],
             }
-            for shard, start, stop in source.pieces(window, seq_len)
+            for shard, start, stop in source.shard_ranges(window, seq_len)
         ]
         records.append(
             {

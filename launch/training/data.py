@@ -15,15 +15,13 @@ import xxhash
 from configs.errors import ConfigError
 from configs.schema import Config
 from data.errors import DataError
+from data.files import update_with_samples
 from data.indexed import bin_path
 from data.loader import BatchGeometry, MicroBatch, StepLoader, derive_accumulation, validation_batches
 from data.order import Phase, SampleOrder
 from data.packing import Packing
 from data.skips import SkippedSamples
 from data.source import TokenSource
-
-_FINGERPRINT_PIECES = 64
-_FINGERPRINT_PIECE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -200,10 +198,10 @@ def _packing(config: Config) -> Packing:
 
 
 def fingerprint(source: TokenSource) -> str:
-    """Hash of what a source holds, wherever it lies.
+    """Returns a hash of a source's content, which does not depend on its path.
 
-    With a manifest, of the hashes in it. Foreign shards, which may hold terabytes, are hashed by their size and evenly
-    spaced samples of their tokens.
+    With a manifest, the hash covers the hashes that it lists. Foreign shards may hold terabytes, so their hash covers
+    the size of each and evenly spaced samples of its tokens.
     """
     digest = xxhash.xxh3_128()
     if source.manifest is not None:
@@ -212,12 +210,8 @@ def fingerprint(source: TokenSource) -> str:
         return digest.hexdigest()
     for shard in source.shards:
         path = bin_path(shard.prefix)
-        size = path.stat().st_size
-        digest.update(f"{size}\n".encode())
-        with path.open("rb") as stream:
-            for index in range(_FINGERPRINT_PIECES):
-                stream.seek(max(size - _FINGERPRINT_PIECE_BYTES, 0) * index // (_FINGERPRINT_PIECES - 1))
-                digest.update(stream.read(_FINGERPRINT_PIECE_BYTES))
+        digest.update(f"{path.stat().st_size}\n".encode())
+        update_with_samples(digest, path)
     return digest.hexdigest()
 
 

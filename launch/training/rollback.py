@@ -92,7 +92,7 @@ def roll_back(
         rollback.consumed_samples - consumed_samples,
         rollback.step,
     )
-    return replace(start, skipped=rollback.skipped.and_range(first, last + 1))
+    return replace(start, skipped=rollback.skipped.with_range(first, last + 1))
 
 
 def _own_checkpoints(first_start: Start, folder: RunFolder) -> list[Path]:

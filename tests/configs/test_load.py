@@ -1,4 +1,4 @@
-"""A configuration is validated as a whole: every problem is found, named by its key, and answered."""
+"""Tests that all problems of a configuration are reported at once, each with its key and a suggestion."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def test_latent_attention_derives_its_sizes(minimal: Path) -> None:
     assert (mla.kv_latent_dim, mla.nope_dim, mla.rope_dim, mla.value_dim) == (256, 64, 32, 64)
     assert mla.q_latent_dim is None
     assert mla.latent_norm
-    # Whatever the heads, the rotated width is even and the latent smaller than the residual stream.
+    # With any head size, the rotated width is even and the latent smaller than the residual stream.
     config = load_config(minimal, ["model.dim=10", "model.head_dim=5", "model.attention.kind=mla"])
     assert (config.model.attention.mla.rope_dim, config.model.attention.mla.kv_latent_dim) == (4, 5)
 
 
-def test_latent_attention_has_no_key_heads(minimal: Path) -> None:
+def test_latent_attention_has_as_many_key_heads_as_query_heads(minimal: Path) -> None:
     config = load_config(minimal, ["model.num_kv_heads=2", "model.attention.kind=mla"])
     assert config.model.num_kv_heads == config.model.num_heads == 4
 
 
-def test_given_sizes_of_latent_attention_need_no_head_width(minimal: Path) -> None:
+def test_latent_attention_with_all_sizes_needs_no_head_dim(minimal: Path) -> None:
     sizes = "{kv_latent_dim: 24, nope_dim: 10, rope_dim: 6, value_dim: 9}"
     load_config(minimal, ["model.num_heads=3", "model.attention.kind=mla", f"model.attention.mla={sizes}"])
     problems = problems_of(minimal, "model.num_heads=3", "model.attention.kind=mla")
@@ -65,12 +65,12 @@ def test_given_sizes_of_latent_attention_need_no_head_width(minimal: Path) -> No
     ]
 
 
-def test_an_empty_section_has_its_defaults(minimal: Path) -> None:
+def test_empty_section_has_its_defaults(minimal: Path) -> None:
     minimal.write_text(minimal.read_text() + "optim:\nrun:\n")
     assert load_config(minimal) == load_config(minimal, ["optim={}"])
 
 
-def test_a_configuration_is_frozen(minimal: Path) -> None:
+def test_configuration_is_frozen(minimal: Path) -> None:
     with pytest.raises(ValidationError):
         load_config(minimal).optim.lr = 1.0  # type: ignore[misc]
 
@@ -78,11 +78,11 @@ def test_a_configuration_is_frozen(minimal: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "value"), [("1e-3", 1e-3), ("3", 3.0), ("2.5E+2", 250.0), (".5", 0.5), ("6.0e-4", 6e-4)]
 )
-def test_numbers_as_people_write_them(minimal: Path, written: str, value: float) -> None:
+def test_common_number_formats_are_accepted(minimal: Path, written: str, value: float) -> None:
     assert load_config(minimal, [f"optim.lr={written}"]).optim.lr == value
 
 
-def test_all_problems_at_once(minimal: Path) -> None:
+def test_all_problems_are_reported_at_once(minimal: Path) -> None:
     problems = problems_of(
         minimal,
         "optim.lrr=3",
@@ -122,11 +122,11 @@ def test_all_problems_at_once(minimal: Path) -> None:
         ("model.attention.mla.kv_latent_dim=64", "is only for model.attention.kind=mla; set that"),
         ("qk_control.adaptive.target=0.1", "is only for qk_control.policy=adaptive"),
         ("optim.muon.per_head=true", "is only for optim.name=muon"),
-        ("qk_control={policy: adaptive, alpha: 2.0}", "qk_control.alpha: 2.0 is where"),
+        ("qk_control={policy: adaptive, alpha: 2.0}", "qk_control.alpha: 2.0 is the initial value"),
         ("model.attention.mla.latent_norm=false", "model.attention.mla.latent_norm: is only for"),
         ("data.seq_len=2000", "longer than model.max_seq_len=1024"),
-        ("train.global_batch_tokens=1500", "the nearest: 1024 or 2048"),
-        ("train.global_batch_tokens=10", "the nearest: 1024"),
+        ("train.global_batch_tokens=1500", "the nearest valid value is 1024 or 2048"),
+        ("train.global_batch_tokens=10", "the nearest valid value is 1024"),
         ("train.stop_step=11", "beyond train.steps=10"),
         ("train.profile={start_step: 8, steps: 4}", "not all before the last step 10"),
         ("run.seed=true", "True is not allowed"),
@@ -145,12 +145,12 @@ def test_all_problems_at_once(minimal: Path) -> None:
         ("deepspeed.overrides.zero_optimization.offload_optimizer={device: cpu}", "is not supported"),
         ("deepspeed.overrides.zero_optimization.reduce_buckt_size=5", "did you mean reduce_bucket_size?"),
         ("run.name=2026", "run.name: 2026 is not allowed; expected text, in quotes: '\"2026\"'"),
-        ("run.name=..", "names no folder of its own"),
+        ("run.name=..", "is not a valid folder name"),
         ("data.sources=3", "3 is not allowed; expected a list"),
         ("data.eod_id=4000", "beyond model.vocab_size=300"),
         ("data.sources=[]", "data.sources: [] is not allowed"),
         ("data.sources=[{pth: x}]", "data.sources.0.pth: unknown key; did you mean data.sources.path?"),
-        ("data.sources.1.path=x", "'1' is not an index of a list with 1 entries"),
+        ("data.sources.1.path=x", "'1' is not a valid index of a list with 1 entries"),
         ("data.sources.0.weight=0", "data.sources.0.weight: 0 is not allowed"),
         ("data.phases=[{start_tokens: 0, sources: [{path: x}]}]", "data.phases.0.start_tokens: 0 is not allowed"),
         ("data.phases=[{start_tokens: 5, sources: []}]", "data.phases.0.sources: [] is not allowed"),
@@ -158,21 +158,21 @@ def test_all_problems_at_once(minimal: Path) -> None:
         ("data.phases=[{start_step: 5, sources: [{path: x}]}]", "data.phases.0.start_step: unknown key; did you mean"),
         (
             "data.phases=[{start_tokens: 5, sources: [{path: x}]}, {start_tokens: 1024, sources: [{path: x}]}]",
-            "data.phases.1.start_tokens: 1024 is not a sequence of 1024 tokens, or more, after data.phases.0.start_t",
+            "data.phases.1.start_tokens: 1024 must be at least one sequence of 1024 tokens after data.phases.0.start_t",
         ),
         ("data.val_sources={a/b: x}", "cannot name a validation set"),
         ("train=3", "train: 3 is not allowed; expected a mapping of keys"),
-        ("train.steps.more=3", "train.steps.more: steps holds 10, which has no keys"),
+        ("train.steps.more=3", "train.steps.more: steps is 10, which has no keys"),
         ("optim.lr=[", "not valid YAML"),
     ],
 )
-def test_one_problem_is_named_with_an_answer(minimal: Path, override: str, answer: str) -> None:
+def test_each_problem_is_reported_with_a_suggestion(minimal: Path, override: str, answer: str) -> None:
     problems = problems_of(minimal, override)
     assert answer in "\n".join(problems)
     assert all("\n" not in problem for problem in problems)
 
 
-def test_an_init_from_and_a_resume_path_contradict_each_other(minimal: Path) -> None:
+def test_init_from_and_a_resume_path_are_mutually_exclusive(minimal: Path) -> None:
     assert "set only one of them" in problems_of(minimal, "run.init_from=a", "run.resume=b")[0]
 
 
@@ -187,20 +187,20 @@ def test_an_init_from_and_a_resume_path_contradict_each_other(minimal: Path) -> 
         ("a: !!python/object:os.system x", "not valid YAML"),
     ],
 )
-def test_bad_files(tmp_path: Path, text: str, answer: str) -> None:
+def test_invalid_files_are_reported(tmp_path: Path, text: str, answer: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     assert answer in "\n".join(problems_of(path))
 
 
-def test_missing_and_undecodable_files(tmp_path: Path) -> None:
+def test_missing_and_undecodable_files_are_reported(tmp_path: Path) -> None:
     assert "no such configuration file" in problems_of(tmp_path / "none.yaml")[0]
     (tmp_path / "latin.yaml").write_bytes(b"run: {name: \xe9}")
     assert "cannot be read" in problems_of(tmp_path / "latin.yaml")[0]
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
-def test_a_resolved_configuration_reads_back_the_same(minimal: Path, tmp_path: Path, kind: str) -> None:
+def test_resolved_configuration_is_read_back_unchanged(minimal: Path, tmp_path: Path, kind: str) -> None:
     overrides = ["train.profile={start_step: 1, steps: 2}", "optim.betas=[0.8, 0.9]", f"model.attention.kind={kind}"]
     overrides.append("data.phases=[{start_tokens: 4096, sources: [{path: x, weight: 2.0}]}]")
     config = load_config(minimal, overrides)

@@ -14,7 +14,7 @@ WriteShard = Callable[..., Path]
 
 @pytest.fixture
 def write_shard(tmp_path: Path) -> WriteShard:
-    """Write documents (lists of ids) as a shard without a manifest and return its prefix."""
+    """A function that writes documents (lists of ids) as a shard without a manifest and returns its prefix."""
 
     def write(name: str, documents: Iterable[Iterable[int]], dtype: str = "<u2") -> Path:
         with IndexedShardWriter(tmp_path / name, np.dtype(dtype)) as writer:
@@ -27,14 +27,14 @@ def write_shard(tmp_path: Path) -> WriteShard:
 
 @pytest.fixture(scope="session")
 def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with 400 pieces, trained on made-up sentences."""
+    """A tokenizer with 400 pieces, trained on artificial sentences."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
     train_sentencepiece(make_texts(200), path, 400, "unigram")
     return path
 
 
 def make_texts(count: int, seed: int = 0) -> list[str]:
-    """Texts of made-up words, no two alike."""
+    """Returns distinct texts of artificial words."""
     generator = np.random.default_rng(seed)
     syllables = ["ka", "lo", "mi", "ne", "ru", "st", "to", "va", "xi", "zu", "qu", "ba"]
     texts = []

@@ -1,4 +1,4 @@
-"""`--dataset`: the real library on local files, stored and streamed."""
+"""Tests of `--dataset` with the real library on local files, stored and streamed."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ TEXTS = [f"{number} é🚀 text" for number in range(500)]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No network, and a cache of our own."""
+    """Disables the network and sets a separate cache folder."""
     folder = tmp_path_factory.getbasetemp() / "datasets_cache"
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder)
     for module in ("datasets.config", "huggingface_hub.constants"):
@@ -28,7 +28,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A data set with two splits, of two and one files."""
+    """A dataset with two splits, which have two files and one."""
     parts = {"train-0": TEXTS[:200], "train-1": TEXTS[200:450], "validation": TEXTS[450:]}
     for name, texts in parts.items():
         lines = [json.dumps({"id": number, "text": text}) for number, text in enumerate(texts)]
@@ -43,21 +43,21 @@ def read(request: DatasetRequest, text_key: str = "text") -> list[str]:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_files_by_their_kind_and_a_folder(folder: Path, streaming: bool) -> None:
+def test_file_types_and_folders_are_loaded(folder: Path, streaming: bool) -> None:
     files = (str(folder / "train-1.jsonl"), str(folder / "train-0.jsonl"))
     assert read(DatasetRequest("json", data_files=files, streaming=streaming)) == TEXTS[200:450] + TEXTS[:200]
     assert read(DatasetRequest(str(folder), streaming=streaming)) == TEXTS[:450]
     assert read(DatasetRequest(str(folder), split="validation", streaming=streaming)) == TEXTS[450:]
 
 
-def test_part_of_a_split(folder: Path) -> None:
+def test_slice_of_a_split_is_loaded(folder: Path) -> None:
     source = DatasetSource(DatasetRequest(str(folder), split="train[10:13]"))
     ((block, done_bytes),) = source.read_blocks(ReadOptions())
     assert list(read_documents([block], ReadOptions(), Counter())) == TEXTS[10:13]
     assert done_bytes == source.size_bytes > 0
 
 
-def test_saved_folders(folder: Path) -> None:
+def test_folders_written_by_save_to_disk_are_loaded(folder: Path) -> None:
     loaded = datasets.load_dataset(str(folder))
     loaded.save_to_disk(str(folder / "all"))
     loaded["train"].save_to_disk(str(folder / "one"))
@@ -76,10 +76,10 @@ def test_saved_folders(folder: Path) -> None:
         ({"split": "test"}, "text", "test"),
         ({"config": "other"}, "text", "other"),
         ({}, "body", r"no column 'body' \(--text-key\); columns here: id, text"),
-        ({}, "id", r"column 'id' \(--text-key\) holds int64, text expected"),
+        ({}, "id", r"column 'id' \(--text-key\) has type int64, expected text"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_line(
+def test_loading_errors_are_one_line(
     folder: Path, streaming: bool, changes: dict[str, str], text_key: str, message: str
 ) -> None:
     request = DatasetRequest(**{"name": str(folder), "streaming": streaming, **changes})  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_what_cannot_be_loaded_is_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_damaged_file_is_one_line(folder: Path) -> None:
+def test_error_in_a_damaged_file_is_one_line(folder: Path) -> None:
     (folder / "train-1.jsonl").write_text('{"text": "x"}\n{"text": ')
     for streaming in (False, True):
         with pytest.raises(DataError, match=r"--dataset .*: ") as error:
@@ -96,14 +96,14 @@ def test_damaged_file_is_one_line(folder: Path) -> None:
         assert "\n" not in str(error.value)
 
 
-def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"--dataset json: needs the library `datasets`: pip install"):
+    with pytest.raises(DataError, match=r"--dataset json: requires the library `datasets`: pip install"):
         read(DatasetRequest("json"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_preparation_is_that_of_the_files(
+def test_dataset_gives_the_same_shards_as_its_files(
     folder: Path, tokenizer_path: Path, tmp_path_factory: pytest.TempPathFactory, streaming: bool, capsys
 ) -> None:
     outputs = tmp_path_factory.mktemp("outputs")
@@ -124,7 +124,7 @@ def test_preparation_is_that_of_the_files(
     assert "made from other input" in capsys.readouterr().err
 
 
-def test_an_empty_stream_is_said_to_be_empty(tmp_path: Path) -> None:
+def test_empty_stream_is_reported(tmp_path: Path) -> None:
     (tmp_path / "empty.json").touch()
-    with pytest.raises(DataError, match="a file is empty, or there is no row at all"):
+    with pytest.raises(DataError, match="a file is empty, or the dataset has no rows"):
         read(DatasetRequest("json", data_files=(str(tmp_path / "empty.json"),), streaming=True))

@@ -1,4 +1,4 @@
-"""What is dropped, and the split: by content, in the proportion asked for."""
+"""Tests of cleaning and of the split, which depends on the content and has the requested proportion."""
 
 from collections import Counter
 
@@ -14,18 +14,18 @@ def chosen(val_fraction: float, seed: int = 0) -> set[str]:
 
 
 @pytest.mark.parametrize("val_fraction", [0.0, 0.02, 0.3, 0.9])
-def test_share_of_validation_documents(val_fraction: float) -> None:
+def test_fraction_of_validation_documents(val_fraction: float) -> None:
     deviation = (len(TEXTS) * val_fraction * (1 - val_fraction)) ** 0.5
     assert abs(len(chosen(val_fraction)) - len(TEXTS) * val_fraction) <= 4 * deviation
 
 
-def test_seed_chooses_and_a_larger_fraction_only_adds() -> None:
+def test_validation_documents_depend_on_the_seed_and_grow_with_the_fraction() -> None:
     assert chosen(0.1, 0) == chosen(0.1, 0)
     assert chosen(0.1, 0) != chosen(0.1, 1)
     assert chosen(0.1, 0) < chosen(0.2, 0)
 
 
-def test_what_is_dropped_is_counted() -> None:
+def test_dropped_text_is_counted() -> None:
     counts: Counter[str] = Counter()
     texts = ["one\0 two\0", "", " \n\t\u3000", "\0", "thrée"]
     assert [text for text, _ in clean_documents(texts, 0.0, 0, counts)] == ["one two", "thrée"]

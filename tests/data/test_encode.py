@@ -1,4 +1,4 @@
-"""Long documents are encoded in segments, with the ids of the document in one piece; memory stays small."""
+"""Tests that long documents are encoded in segments, with the ids of the whole document and in bounded memory."""
 
 import subprocess
 import sys
@@ -17,6 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from data import encode
 from data.blocks import ReadOptions, TextBlock
 from data.encode import Encoder, PassageSource, SplitOptions, encode_segments
+from data.load_tokenizer import load_tokenizer
 from data.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def gpt2_like(folder: Path, texts: list[str]) -> Path:
 
 
 def llama_like(folder: Path, texts: list[str]) -> Path:
-    """With a space put before the text, and bytes for newlines."""
+    """Trains a tokenizer that adds a space before the text and encodes newlines as bytes."""
     path = folder / "llama.model"
     with path.open("wb") as file:
         sentencepiece.SentencePieceTrainer.train(
@@ -57,15 +58,15 @@ def tokenizer(
 ) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizers")
     if request.param == "ours":
-        return Tokenizer.load(tokenizer_path)
-    if request.param == "default":  # which normalises, and takes out spaces
+        return load_tokenizer(tokenizer_path)
+    if request.param == "default":  # normalises the text and removes spaces
         path = folder / "default.model"
         with path.open("wb") as file:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=iter(texts), model_writer=file, vocab_size=200, minloglevel=4
             )
-        return Tokenizer.load(path)
-    return Tokenizer.load({"gpt2": gpt2_like, "llama": llama_like}[request.param](folder, texts))
+        return load_tokenizer(path)
+    return load_tokenizer({"gpt2": gpt2_like, "llama": llama_like}[request.param](folder, texts))
 
 
 def encode_whole(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -81,16 +82,16 @@ long_texts = st.lists(st.tuples(words, spaces), min_size=1, max_size=60).map(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(text=long_texts, size=st.integers(1, 40))
-def test_segments_give_the_ids_of_the_whole(tokenizer: Tokenizer, text: str, size: int) -> None:
+def test_segments_give_the_same_ids_as_the_whole_text(tokenizer: Tokenizer, text: str, size: int) -> None:
     with mock.patch.object(encode, "_SEGMENT_CHARS", size):
         assert encode_whole(tokenizer, text) == tokenizer.encode(text)
 
 
 @given(text=st.text("ab \n", max_size=80), size=st.integers(1, 5), longest=st.integers(6, 20))
-def test_cuts_lie_where_they_may(text: str, size: int, longest: int) -> None:
+def test_segments_end_only_at_allowed_places(text: str, size: int, longest: int) -> None:
     with (
         mock.patch.object(encode, "_SEGMENT_CHARS", size),
-        mock.patch.object(encode, "_LONGEST_SEGMENT_CHARS", longest),
+        mock.patch.object(encode, "_MAX_SEGMENT_CHARS", longest),
     ):
         cuts = list(encode._cuts(text))
     assert cuts[0] == 0 and cuts[-1] == len(text)
@@ -102,18 +103,18 @@ def test_cuts_lie_where_they_may(text: str, size: int, longest: int) -> None:
             assert not around[0].isspace() and not around[2].isspace()
 
 
-def test_text_without_a_place_to_cut_comes_back(tokenizer_path: Path) -> None:
-    tokenizer = Tokenizer.load(tokenizer_path)
+def test_text_without_an_allowed_place_is_still_reproduced(tokenizer_path: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_path)
     text = "日本語🚀" * 1000
     with (
         mock.patch.object(encode, "_SEGMENT_CHARS", 50),
-        mock.patch.object(encode, "_LONGEST_SEGMENT_CHARS", 100),
+        mock.patch.object(encode, "_MAX_SEGMENT_CHARS", 100),
     ):
         assert tokenizer.decode(encode_whole(tokenizer, text)) == text
 
 
-def test_documents_of_a_block(tokenizer_path: Path) -> None:
-    tokenizer = Tokenizer.load(tokenizer_path)
+def test_block_is_encoded_document_by_document(tokenizer_path: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_path)
     encoder = Encoder(tokenizer_path, 1, ReadOptions("line"), SplitOptions(0.5, 0))
     texts = [f"line {number}" for number in range(20)]
     encoded = encoder([TextBlock(Path("a"), "\n".join([*texts, "", " "]).encode(), 0)])
@@ -125,12 +126,12 @@ def test_documents_of_a_block(tokenizer_path: Path) -> None:
 
 
 @given(text=st.text("ab\n", max_size=60))
-def test_passages_are_the_document_without_the_line_ends_between_them(text: str) -> None:
+def test_passages_contain_all_of_a_document_except_line_ends_between_them(text: str) -> None:
     block = TextBlock(Path("a"), text.encode(), 0)
     with mock.patch.object(encode, "_PASSAGE_CHARS", 8):
         passages = [passage.text for passage in PassageSource(ReadOptions(), SplitOptions(0.0, 0))([block])]
     lines = [line for line in text.split("\n") if line]
-    # What a trainer sees: lines, those longer than a passage in parts.
+    # The trainer reads lines, and lines longer than a passage in parts.
     assert "".join(lines) == "".join(passages).replace("\n", "")
     assert all(len(passage) <= 8 for passage in passages)
     if all(len(line) < 8 for line in lines):
@@ -144,14 +145,14 @@ from data.blocks import ReadOptions, TextBlock
 from data.encode import Encoder, SplitOptions
 content = Path(sys.argv[2]).read_bytes()
 encoded = Encoder(Path(sys.argv[1]), 1, ReadOptions(), SplitOptions(0.0, 0))([TextBlock(Path("a"), content, 0)])
-# Not ru_maxrss, in which a process begins with the peak of the one that started it.
+# Not ru_maxrss, which starts at the peak of the parent process.
 peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1)
 print(len(encoded.tokens), peak)
 """
 
 
-def test_memory_of_a_long_line(tmp_path: Path, tokenizer_path: Path) -> None:
-    """15 MB without a line end: less than 500 MB with all libraries; in one piece it would take several GB."""
+def test_memory_is_bounded_for_a_long_line(tmp_path: Path, tokenizer_path: Path) -> None:
+    """15 MB without a line end take less than 500 MB, including libraries; encoded at once, they take several GB."""
     path = tmp_path / "long.txt"
     path.write_bytes(b"kalomi neru " * 1_250_000)
     command = [sys.executable, "-c", _MEASURE, str(tokenizer_path), str(path)]

@@ -1,4 +1,4 @@
-"""The shard format: against Megatron's own reader and writer, and against damage."""
+"""Tests of the shard format against Megatron's own reader and writer, and with damaged files."""
 
 import importlib
 import struct
@@ -35,7 +35,7 @@ def read_documents(shard: IndexedShard) -> list[list[int]]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 @given(documents=documents_strategy)
-def test_reads_back_what_was_written(write_shard, documents: list[list[int]]) -> None:
+def test_written_documents_are_read_back(write_shard, documents: list[list[int]]) -> None:
     shard = IndexedShard.open(write_shard("shard", documents))
     assert read_documents(shard) == documents
     assert shard.num_documents == len(documents)
@@ -43,21 +43,21 @@ def test_reads_back_what_was_written(write_shard, documents: list[list[int]]) ->
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "<i2", "<i4", "<i8", "<u2"])
-def test_integer_types(write_shard, dtype: str) -> None:
+def test_all_integer_dtypes_are_supported(write_shard, dtype: str) -> None:
     shard = IndexedShard.open(write_shard("shard", DOCUMENTS, dtype))
     assert shard.dtype == np.dtype(dtype)
     assert read_documents(shard) == DOCUMENTS
 
 
-def test_token_dtype_is_megatrons(megatron: ModuleType) -> None:
+def test_token_dtype_equals_megatrons(megatron: ModuleType) -> None:
     for vocab_size in (1, 65_499, 65_500, 65_536, 200_000):
         assert token_dtype(vocab_size) == megatron.DType.optimal_dtype(vocab_size)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.parametrize("vocab_size", [1_000, 100_000])
-def test_reads_megatrons_shards(megatron: ModuleType, tmp_path: Path, vocab_size: int) -> None:
-    """Documents of several sequences, and empty ones, which have no sequence at all."""
+def test_shards_written_by_megatron_are_read(megatron: ModuleType, tmp_path: Path, vocab_size: int) -> None:
+    """With documents of several sequences, and empty documents, which have no sequence."""
     dtype = megatron.DType.optimal_dtype(vocab_size)
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
     builder.end_document()
@@ -71,8 +71,8 @@ def test_reads_megatrons_shards(megatron: ModuleType, tmp_path: Path, vocab_size
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_folder_of_megatrons_shards_is_one_source(megatron: ModuleType, tmp_path: Path) -> None:
-    """As their preparation names the parts."""
+def test_folder_of_megatron_shards_is_one_source(megatron: ModuleType, tmp_path: Path) -> None:
+    """The parts have the names that Megatron's preprocessing gives them."""
     tokens = np.random.default_rng(0).integers(0, 50_257, 3000)
     for number, part in enumerate(np.array_split(tokens, 12)):
         prefix = str(tmp_path / f"web_{number}_text_document")
@@ -97,7 +97,7 @@ def test_megatron_reads_our_shards(megatron: ModuleType, write_shard, dtype: str
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<i4"])
-def test_our_files_are_megatrons_byte_for_byte(megatron: ModuleType, write_shard, tmp_path: Path, dtype: str) -> None:
+def test_our_files_equal_megatrons_byte_for_byte(megatron: ModuleType, write_shard, tmp_path: Path, dtype: str) -> None:
     prefix = write_shard("ours", DOCUMENTS, dtype)
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.dtype(dtype).type)
     for document in DOCUMENTS:
@@ -108,7 +108,7 @@ def test_our_files_are_megatrons_byte_for_byte(megatron: ModuleType, write_shard
 
 
 @pytest.mark.parametrize("path", [bin_path, idx_path])
-def test_missing_file(write_shard, path) -> None:
+def test_missing_file_is_named(write_shard, path) -> None:
     prefix = write_shard("shard", DOCUMENTS)
     path(prefix).unlink()
     with pytest.raises(DataError, match=path(prefix).name):
@@ -117,7 +117,7 @@ def test_missing_file(write_shard, path) -> None:
 
 @pytest.mark.parametrize("path", [bin_path, idx_path])
 @pytest.mark.parametrize("change_bytes", [-1, +1])
-def test_wrong_size_names_file_and_both_sizes(write_shard, path, change_bytes: int) -> None:
+def test_error_about_a_wrong_size_names_the_file_and_both_sizes(write_shard, path, change_bytes: int) -> None:
     prefix = write_shard("shard", DOCUMENTS)
     content = path(prefix).read_bytes()
     path(prefix).write_bytes(content[:-1] if change_bytes < 0 else content + b"\0")
@@ -131,7 +131,7 @@ def test_wrong_size_names_file_and_both_sizes(write_shard, path, change_bytes: i
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(length=st.integers(0, 400))
-def test_index_cut_anywhere_is_an_error(write_shard, length: int) -> None:
+def test_truncated_index_is_an_error(write_shard, length: int) -> None:
     prefix = write_shard("shard", DOCUMENTS)
     content = idx_path(prefix).read_bytes()
     idx_path(prefix).write_bytes(content[: min(length, len(content) - 1)])
@@ -153,7 +153,7 @@ def test_index_cut_anywhere_is_an_error(write_shard, length: int) -> None:
         (34 + 84 + 16, struct.pack("<q", 6), "document 2"),
     ],
 )
-def test_damaged_index(write_shard, offset: int, new: bytes, message: str) -> None:
+def test_damaged_index_is_an_error(write_shard, offset: int, new: bytes, message: str) -> None:
     prefix = write_shard("shard", DOCUMENTS)
     content = bytearray(idx_path(prefix).read_bytes())
     content[offset : offset + len(new)] = new
@@ -162,27 +162,27 @@ def test_damaged_index(write_shard, offset: int, new: bytes, message: str) -> No
         IndexedShard.open(prefix)
 
 
-def test_shard_without_documents(write_shard) -> None:
+def test_shard_may_have_no_documents(write_shard) -> None:
     shard = IndexedShard.open(write_shard("shard", []))
     assert (shard.num_tokens, shard.num_documents) == (0, 0)
     assert shard.read(0, 0).tolist() == []
 
 
-def test_read_outside_the_shard(write_shard) -> None:
+def test_reading_outside_the_shard_is_an_error(write_shard) -> None:
     shard = IndexedShard.open(write_shard("shard", [[1, 2]]))
     for start, stop in [(-1, 1), (0, 3), (2, 1)]:
         with pytest.raises(IndexError):
             shard.read(start, stop)
 
 
-def test_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
+def test_failure_while_writing_leaves_no_files(tmp_path: Path) -> None:
     writer = IndexedShardWriter(tmp_path / "shard", np.dtype("<u2"))
     with pytest.raises(DataError), writer:
         writer.add_document(np.array([70_000]))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unfinished_shard_has_no_final_name(tmp_path: Path) -> None:
+def test_unfinished_shard_does_not_have_its_final_name(tmp_path: Path) -> None:
     writer = IndexedShardWriter(tmp_path / "shard", np.dtype("<u2"))
     writer.add_document(np.arange(10))
     assert not bin_path(tmp_path / "shard").exists()
@@ -191,7 +191,7 @@ def test_unfinished_shard_has_no_final_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 65_536])
-def test_id_that_does_not_fit_the_type(tmp_path: Path, token: int) -> None:
+def test_id_that_does_not_fit_the_dtype_is_an_error(tmp_path: Path, token: int) -> None:
     with (
         pytest.raises(DataError, match="do not fit uint16"),
         IndexedShardWriter(tmp_path / "shard", np.dtype("<u2")) as writer,

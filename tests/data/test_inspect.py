@@ -1,4 +1,4 @@
-"""`data.inspect` says what is wrong with a shard, and shows what is in a good one."""
+"""Tests that `data.inspect` reports damage in shards and shows what is in valid ones."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def flip_last_byte(path: Path) -> None:
 
 
 def rewrite_with_bad_id(path: Path) -> None:
-    """A shard with an id beyond the vocabulary, and a manifest that agrees with it."""
+    """Writes a shard with an id outside the vocabulary, and a manifest that is consistent with it."""
     manifest = json.loads((path.parent / "manifest.json").read_text())
     with IndexedShardWriter(path.with_suffix(""), np.dtype("<u2")) as writer:
         writer.add_document(np.array([1, 2, 400]))
@@ -42,7 +42,7 @@ def rewrite_with_bad_id(path: Path) -> None:
     (path.parent / "manifest.json").write_text(json.dumps(manifest))
 
 
-def test_good_output(output: Path, capsys, texts: list[str]) -> None:
+def test_valid_output_is_summarised(output: Path, capsys, texts: list[str]) -> None:
     assert inspect.main([str(output), "--samples", "2"]) == 0
     shown = capsys.readouterr().out
     assert f"{output / 'train'}: " in shown
@@ -52,16 +52,16 @@ def test_good_output(output: Path, capsys, texts: list[str]) -> None:
     assert any(repr(text)[1:30] in shown for text in texts)
 
 
-def test_one_whole_document(output: Path, capsys, texts: list[str]) -> None:
+def test_whole_document_is_printed(output: Path, capsys, texts: list[str]) -> None:
     for shown_path in (output / "train", output / "train/train-00000.bin"):
         assert inspect.main([str(shown_path), "--document", "7"]) == 0
         assert capsys.readouterr().out.rstrip("\n") in [text.rstrip("\n") for text in texts]
     assert inspect.main([str(output / "train"), "--document", "1000"]) == 2
-    assert f"--document 1000: {output}/train has the documents 0 to " in capsys.readouterr().err
+    assert f"--document 1000: {output}/train has documents 0 to " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_samples", [0, 1, 1000])
-def test_number_of_samples(output: Path, capsys, num_samples: int) -> None:
+def test_requested_number_of_samples_is_printed(output: Path, capsys, num_samples: int) -> None:
     assert inspect.main([str(output / "val"), "--samples", str(num_samples)]) == 0
     shown = capsys.readouterr().out
     num_documents = json.loads((output / "val" / "manifest.json").read_text())["num_documents"]
@@ -77,10 +77,10 @@ def test_number_of_samples(output: Path, capsys, num_samples: int) -> None:
         (lambda path: flip_last_byte(path.with_suffix(".idx")), "train-00000.idx: content has changed"),
         (lambda path: flip_last_byte(path.with_name("tokenizer.model")), "tokenizer.model: "),
         (lambda path: path.with_name("manifest.json").write_text("{"), "manifest.json: not valid JSON"),
-        (rewrite_with_bad_id, "train-00000.bin: token 2 has id 400; 0 to 399 expected"),
+        (rewrite_with_bad_id, "train-00000.bin: token 2 has id 400; expected 0 to 399"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(output: Path, capsys, damage, message: str) -> None:
+def test_damage_is_reported_in_one_line(output: Path, capsys, damage, message: str) -> None:
     damage(output / "train" / "train-00000.bin")
     assert inspect.main([str(output)]) == 2
     errors = capsys.readouterr().err
@@ -89,7 +89,7 @@ def test_what_is_wrong_is_said_in_one_line(output: Path, capsys, damage, message
     assert message in errors
 
 
-def test_lengths_of_documents(write_shard, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_lengths_are_shown_as_a_histogram(write_shard, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "_CHUNK_DOCUMENTS", 3)
     lengths = [0, 1, 2, 3, 4, 7, 8, 9, 100, 127, 128, 1, 1]
     source = TokenSource.open(write_shard("foreign", [range(length) for length in lengths]))
@@ -108,23 +108,25 @@ def test_lengths_of_documents(write_shard, capsys, monkeypatch: pytest.MonkeyPat
     ("document", "message"),
     [([5, 6], r"document 3 \(tokens 5 to 7\) ends with id 6"), ([], r"document 3 \(tokens 5 to 5\) is empty")],
 )
-def test_document_without_its_end(write_shard, monkeypatch: pytest.MonkeyPatch, document, message: str) -> None:
+def test_document_without_an_end_of_document_id_is_an_error(
+    write_shard, monkeypatch: pytest.MonkeyPatch, document, message: str
+) -> None:
     monkeypatch.setattr(inspect, "_CHUNK_DOCUMENTS", 2)
     source = TokenSource.open(write_shard("shard", [[1], [2, 1], [3, 1], document, [1]]))
-    with pytest.raises(DataError, match=rf"shard\.bin: {message}; the end-of-document id 1 expected"):
+    with pytest.raises(DataError, match=rf"shard\.bin: {message}; expected the end-of-document id 1"):
         inspect.check_document_ends(source, 1)
     inspect.check_document_ends(TokenSource.open(write_shard("good", [[1], [2, 1], [3, 1]])), 1)
     inspect.check_document_ends(TokenSource.open(write_shard("empty", [])), 1)
 
 
-def test_unfinished_preparation(tmp_path: Path, capsys) -> None:
+def test_unfinished_preparation_is_reported(tmp_path: Path, capsys) -> None:
     (tmp_path / "out.partial" / "train").mkdir(parents=True)
     for path in (tmp_path / "out.partial", tmp_path / "out.partial" / "train"):
         assert inspect.main([str(path)]) == 2
         assert "an unfinished preparation" in capsys.readouterr().err
 
 
-def test_foreign_pair(write_shard, capsys) -> None:
+def test_foreign_pair_is_summarised(write_shard, capsys) -> None:
     prefix = write_shard("foreign", [[], [5, 6, 7], [8]])
     assert inspect.main([str(prefix)]) == 0
     shown = capsys.readouterr().out
@@ -132,7 +134,7 @@ def test_foreign_pair(write_shard, capsys) -> None:
     assert "document 1: 5 6 7" in shown
 
 
-def test_folder_of_foreign_pairs(write_shard, capsys, tmp_path: Path) -> None:
+def test_folder_of_foreign_pairs_is_summarised(write_shard, capsys, tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     for name, documents in (("part_10", [[9]]), ("part_9", [[5, 6], [7]])):
         write_shard(f"foreign/{name}", documents)
@@ -147,8 +149,8 @@ def test_folder_of_foreign_pairs(write_shard, capsys, tmp_path: Path) -> None:
     assert "part_9.bin: 3 bytes found, 6 expected by part_9.idx" in capsys.readouterr().err
 
 
-def test_folder_of_several_outputs(output: Path, capsys) -> None:
-    """All of their splits, and what is wrong with each."""
+def test_all_splits_of_several_outputs_are_checked(output: Path, capsys) -> None:
+    """Every split is summarised, and damage in each is reported."""
     (output.parent / "all").mkdir()
     first = output.rename(output.parent / "all" / "a")
     shutil.copytree(first, first.with_name("b"))
@@ -163,13 +165,13 @@ def test_folder_of_several_outputs(output: Path, capsys) -> None:
     assert f"{first.parent / 'b/val'}: " in captured.out
 
 
-def test_negative_id(write_shard, capsys) -> None:
+def test_negative_id_is_an_error(write_shard, capsys) -> None:
     prefix = write_shard("foreign", [[5], [6, -1]], "<i4")
     assert inspect.main([str(prefix)]) == 2
     assert "foreign.bin: token 2 has id -1" in capsys.readouterr().err
 
 
-def test_terminal_that_lacks_characters(write_shard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_characters_that_the_terminal_lacks_are_escaped(write_shard, monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = write_shard("🚀", [[1]])
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
@@ -178,6 +180,6 @@ def test_terminal_that_lacks_characters(write_shard, monkeypatch: pytest.MonkeyP
     assert rb"\U0001f680.bin: 1 documents" in shown.getvalue()
 
 
-def test_nothing_there(tmp_path: Path, capsys) -> None:
+def test_missing_path_is_an_error(tmp_path: Path, capsys) -> None:
     assert inspect.main([str(tmp_path / "absent")]) == 2
     assert "absent: neither a folder" in capsys.readouterr().err

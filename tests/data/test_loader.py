@@ -1,4 +1,4 @@
-"""The loader: any rank, any layout and any starting point see the same samples.
+"""Tests that the loader yields the same samples on any ranks, in any layout and from any starting point.
 
 The reference reads one sample at a time from plain lists, without the loader's layout or threads.
 """
@@ -33,7 +33,7 @@ WEIGHTS = [3.0, 2.0, 0.5]
 
 @pytest.fixture
 def sources(write_shard) -> list[TokenSource]:
-    """Three sources; token i of source k is 1000·k + i, so that a token tells its window."""
+    """Three sources; token i of source k is 1000·k + i, so that a token identifies its window."""
     opened = []
     for number, num_windows in enumerate(NUM_WINDOWS):
         num_tokens = num_windows * SEQ_LEN + 2
@@ -65,7 +65,7 @@ def take(loader: StepLoader, num_steps: int) -> list[StepBatch]:
 
 
 def reference_rows(order: SampleOrder, first_sample: int, count: int) -> list[list[int]]:
-    """The seq_len + 1 tokens of each sample, one sample at a time."""
+    """Returns the seq_len + 1 tokens of each sample, computed one sample at a time."""
     rows = []
     for sample in range(first_sample, first_sample + count):
         location = order.locate(np.array(sample))
@@ -75,7 +75,7 @@ def reference_rows(order: SampleOrder, first_sample: int, count: int) -> list[li
 
 
 def rows_of(batches: list[MicroBatch]) -> list[list[int]]:
-    """Tokens and last target of every row that is not padding."""
+    """Returns the tokens and the last target of every row that is not padding."""
     rows = []
     for batch in batches:
         for tokens, targets in zip(batch.tokens.tolist(), batch.targets.tolist(), strict=True):
@@ -90,7 +90,7 @@ def rows_of(batches: list[MicroBatch]) -> list[list[int]]:
 def global_rows(
     sources: list[TokenSource], order: SampleOrder, geometry: BatchGeometry, first_sample: int, num_steps: int
 ) -> list[list[list[int]]]:
-    """For each step, the rows of all ranks in the order of their slots."""
+    """Returns, for each step, the rows of all ranks in the order of their slots."""
     steps = [
         take(make_loader(sources, order, geometry, rank, first_sample), num_steps)
         for rank in range(geometry.world_size)
@@ -120,7 +120,7 @@ def test_slots_partition_a_step(samples_per_step: int, micro_batch_size: int, wo
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0), (9, 2, 2, 2)])
-def test_bad_geometry(numbers: tuple[int, int, int, int]) -> None:
+def test_invalid_geometry_is_an_error(numbers: tuple[int, int, int, int]) -> None:
     with pytest.raises(DataError):
         BatchGeometry(*numbers)
 
@@ -129,16 +129,16 @@ def test_bad_geometry(numbers: tuple[int, int, int, int]) -> None:
     ("world_size", "micro_batch_size", "accumulation"),
     [(1, 10, 1), (1, 1, 10), (2, 5, 1), (5, 1, 2), (4, 2, 2), (3, 4, 1), (1, 16, 1), (7, 3, 2), (12, 1, 1)],
 )
-def test_layout_leaves_the_samples_unchanged(
+def test_samples_do_not_depend_on_the_layout(
     sources, order, world_size: int, micro_batch_size: int, accumulation: int
 ) -> None:
-    """Several of these layouts have padding, and some ranks nothing but padding."""
+    """Several of these layouts have padding, and some ranks have only padding."""
     geometry = BatchGeometry(10, micro_batch_size, accumulation, world_size)
     for step, rows in enumerate(global_rows(sources, order, geometry, 20, num_steps=3)):
         assert rows == reference_rows(order, 20 + 10 * step, 10)
 
 
-def test_shapes_types_and_counts(sources, order) -> None:
+def test_shapes_dtypes_and_counts(sources, order) -> None:
     geometry = BatchGeometry(samples_per_step=10, micro_batch_size=4, accumulation=2, world_size=2)
     for rank, num_samples in [(0, 6), (1, 4)]:
         (step,) = take(make_loader(sources, order, geometry, rank), 1)
@@ -161,14 +161,14 @@ def test_resumed_batches_equal_those_of_the_uninterrupted_run(sources, order, re
 
 
 @pytest.mark.parametrize("first_sample", [1, 3, 4090, 4095, 4097])
-def test_start_at_any_sample(sources, order, first_sample: int) -> None:
+def test_loader_starts_at_any_sample(sources, order, first_sample: int) -> None:
     geometry = BatchGeometry(samples_per_step=3, micro_batch_size=3, accumulation=1, world_size=1)
     (step,) = take(make_loader(sources, order, geometry, first_sample=first_sample), 1)
     assert rows_of(step.micro_batches) == reference_rows(order, first_sample, 3)
 
 
-def test_resume_mid_epoch_then_two_more_epochs(sources) -> None:
-    """Every window once an epoch, although the run stops in the first and goes on with other ranks."""
+def test_each_epoch_has_every_window_once_after_a_resume_with_other_ranks(sources) -> None:
+    """The run stops in the first epoch and resumes with another number of ranks."""
     source, num_windows = sources[1], NUM_WINDOWS[1]
     order = SampleOrder([num_windows], [1.0], seed=8)
     before = BatchGeometry(samples_per_step=5, micro_batch_size=5, accumulation=1, world_size=1)
@@ -181,7 +181,7 @@ def test_resume_mid_epoch_then_two_more_epochs(sources) -> None:
         assert sorted(windows[epoch * num_windows :][:num_windows]) == list(range(num_windows))
 
 
-def test_three_files_on_four_ranks_every_sample_once(sources, order) -> None:
+def test_four_ranks_read_every_sample_of_three_sources_once(sources, order) -> None:
     num_samples = 3 * 4096
     geometry = BatchGeometry(samples_per_step=64, micro_batch_size=4, accumulation=4, world_size=4)
     seen = Counter(
@@ -195,23 +195,23 @@ def test_three_files_on_four_ranks_every_sample_once(sources, order) -> None:
     assert seen == expected
     for number, num_windows in enumerate(NUM_WINDOWS):
         counts = [seen[1000 * number + SEQ_LEN * window] for window in range(num_windows)]
-        assert max(counts) - min(counts) <= 1  # as many passes over the one window as over the other
+        assert max(counts) - min(counts) <= 1  # every window is read equally often
 
 
 @pytest.mark.parametrize("prefetch_steps", [1, 5])
-def test_reading_ahead_changes_nothing(sources, order, prefetch_steps: int) -> None:
+def test_prefetching_does_not_change_the_batches(sources, order, prefetch_steps: int) -> None:
     geometry = BatchGeometry(samples_per_step=6, micro_batch_size=3, accumulation=2, world_size=1)
     steps = take(make_loader(sources, order, geometry, prefetch_steps=prefetch_steps), 5)
     assert [rows_of(step.micro_batches) for step in steps] == [reference_rows(order, 6 * step, 6) for step in range(5)]
 
 
-def test_digest_tells_batches_apart(sources, order) -> None:
+def test_digest_differs_between_batches(sources, order) -> None:
     geometry = BatchGeometry(samples_per_step=6, micro_batch_size=3, accumulation=2, world_size=1)
     digests = [step.digest() for step in take(make_loader(sources, order, geometry), 5)]
     assert len(set(digests)) == 5
 
 
-def test_no_thread_is_left(sources, order) -> None:
+def test_closing_the_loader_ends_its_thread(sources, order) -> None:
     geometry = BatchGeometry(samples_per_step=6, micro_batch_size=3, accumulation=2, world_size=1)
     before = set(threading.enumerate())
     loader = make_loader(sources, order, geometry)
@@ -225,7 +225,7 @@ def test_no_thread_is_left(sources, order) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bad_id"), [("<u2", 30_000), ("<u2", 65_535), ("<i4", -1), ("<i4", 10**6)])
-def test_bad_id_names_file_and_token(write_shard, dtype: str, bad_id: int) -> None:
+def test_error_about_an_invalid_id_names_file_and_token(write_shard, dtype: str, bad_id: int) -> None:
     tokens = list(range(101))
     tokens[77] = bad_id
     source = TokenSource.open(write_shard("bad", [tokens[:50], tokens[50:]], dtype))
@@ -233,7 +233,7 @@ def test_bad_id_names_file_and_token(write_shard, dtype: str, bad_id: int) -> No
     geometry = BatchGeometry(samples_per_step=5, micro_batch_size=5, accumulation=1, world_size=1)
     before = set(threading.enumerate())
     loader = make_loader([source], order, geometry)
-    with pytest.raises(DataError, match=rf"bad\.bin: token 77 has id {bad_id:,}; 0 to 29,999 expected"):
+    with pytest.raises(DataError, match=rf"bad\.bin: token 77 has id {bad_id:,}; expected 0 to 29,999"):
         list(loader)
     assert set(threading.enumerate()) == before
     with pytest.raises(StopIteration):
@@ -266,7 +266,7 @@ def test_validation_set_is_the_same_on_any_number_of_ranks(
     assert len(set(expected)) == count
 
 
-def test_validation_source_shorter_than_a_sequence(write_shard) -> None:
+def test_validation_source_shorter_than_a_sequence_is_an_error(write_shard) -> None:
     source = TokenSource.open(write_shard("short", [[1, 2, 3, 4]]))
     with pytest.raises(DataError, match="4 tokens; one sequence of 4 needs 5"):
         list(validation_batches(source, SEQ_LEN, 1, 1, 0, 1, VOCAB_SIZE))

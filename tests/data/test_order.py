@@ -1,4 +1,4 @@
-"""The data order, against counting and brute force."""
+"""Tests of the data order against counting and brute force."""
 
 import math
 from collections import Counter
@@ -30,7 +30,7 @@ def test_permute_is_a_bijection(size: int, key: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2**62, 2**62 - 1, 10**9, 999_999_937, 2**31 + 1, (10**6 + 3) ** 2])
-def test_permute_large_ranges(size: int) -> None:
+def test_permute_is_injective_on_large_ranges(size: int) -> None:
     points = np.concatenate([np.arange(1000), size - 1 - np.arange(1000), np.arange(1000) * (size // 1000)])
     points = np.unique(points)
     images = permute(points, np.array(size), np.array(7, np.uint64))
@@ -40,7 +40,7 @@ def test_permute_large_ranges(size: int) -> None:
 
 
 @pytest.mark.parametrize("root", [1, 2, 3, 1000, 2**26 + 1, 2**27, 2**31 - 1, 2**31])
-def test_root_is_exact_beyond_the_precision_of_floats(root: int) -> None:
+def test_integer_root_is_exact_beyond_float_precision(root: int) -> None:
     sizes = [size for size in (root**2 - 1, root**2, root**2 + 1) if size >= 1]
     expected = [math.isqrt(size - 1) + 1 for size in sizes]
     assert _ceil_sqrt(np.array(sizes, np.uint64)).tolist() == expected
@@ -54,7 +54,7 @@ def test_permute_is_elementwise() -> None:
     assert together.tolist() == apart
 
 
-def test_every_permutation_of_four_is_about_equally_likely() -> None:
+def test_all_permutations_of_four_are_about_equally_likely() -> None:
     keys = np.random.default_rng(0).integers(0, 2**64, (24_000, 1), dtype=np.uint64)
     counts = Counter(map(tuple, permute(np.arange(4), np.array(4), keys).tolist()))
     assert len(counts) == math.factorial(4)
@@ -62,7 +62,7 @@ def test_every_permutation_of_four_is_about_equally_likely() -> None:
     assert min(counts.values()) > 800
 
 
-def test_neighbours_are_uncorrelated_and_there_is_no_stride() -> None:
+def test_neighbours_are_uncorrelated_and_differences_vary() -> None:
     size, count = 10**9, 50_000
     images = permute(np.arange(count), np.array(size), np.array(3, np.uint64))
     noise = 4 / math.sqrt(count)
@@ -74,7 +74,7 @@ def test_neighbours_are_uncorrelated_and_there_is_no_stride() -> None:
 
 
 @given(weights=weights_strategy)
-def test_counts_are_the_largest_remainder(weights: list[float]) -> None:
+def test_counts_follow_the_largest_remainder_method(weights: list[float]) -> None:
     counts = samples_per_block(weights).tolist()
     shares = [Fraction(weight) / sum(map(Fraction, weights)) * BLOCK_SAMPLES for weight in weights]
     assert sum(counts) == BLOCK_SAMPLES
@@ -94,7 +94,7 @@ def test_tiny_weights_get_one_sample() -> None:
 
 
 @pytest.mark.parametrize("weights", [[], [1.0] * 4097, [0.0], [1.0, -1.0], [math.nan], [math.inf]])
-def test_bad_weights(weights: list[float]) -> None:
+def test_invalid_weights_are_an_error(weights: list[float]) -> None:
     with pytest.raises(DataError):
         SampleOrder([10] * len(weights), weights, seed=0)
 
@@ -114,7 +114,7 @@ def test_every_block_has_exact_proportions(weights: list[float], seed: int, bloc
     data=st.data(),
     seed=seeds,
 )
-def test_every_window_once_an_epoch_and_epochs_in_turn(num_windows: list[int], data, seed: int) -> None:
+def test_every_epoch_has_each_window_once_and_epochs_follow_in_order(num_windows: list[int], data, seed: int) -> None:
     weights = data.draw(st.lists(st.floats(0.1, 10), min_size=len(num_windows), max_size=len(num_windows)))
     order = SampleOrder(num_windows, weights, seed)
     located = locate_all(order, 3 * BLOCK_SAMPLES)
@@ -130,7 +130,7 @@ def test_every_window_once_an_epoch_and_epochs_in_turn(num_windows: list[int], d
                 assert sorted(epoch_windows) == list(range(windows))
 
 
-def test_epochs_seeds_and_sources_have_orders_of_their_own() -> None:
+def test_order_differs_between_epochs_seeds_and_sources() -> None:
     def first_epochs(seed: int) -> list[list[int]]:
         location = SampleOrder([1000, 1000], [1, 1], seed).locate(np.arange(BLOCK_SAMPLES))
         return [
@@ -145,7 +145,7 @@ def test_epochs_seeds_and_sources_have_orders_of_their_own() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(samples=st.lists(st.integers(0, 3 * BLOCK_SAMPLES - 1), max_size=50))
-def test_any_batching_of_the_question_gives_the_same_answer(samples: list[int]) -> None:
+def test_located_samples_do_not_depend_on_the_batching(samples: list[int]) -> None:
     order = SampleOrder([777, 31, 5], [5, 2, 0.01], seed=3)
     everything = order.locate(np.arange(3 * BLOCK_SAMPLES))
     some = order.locate(np.array(samples, np.int64))
@@ -153,7 +153,7 @@ def test_any_batching_of_the_question_gives_the_same_answer(samples: list[int]) 
         assert getattr(some, name).tolist() == getattr(everything, name)[samples].tolist()
 
 
-def test_shape_is_kept() -> None:
+def test_locate_keeps_the_shape() -> None:
     order = SampleOrder([777, 31], [5, 2], seed=3)
     samples = np.arange(24).reshape(2, 3, 4)
     location, flat = order.locate(samples), order.locate(samples.reshape(-1))
@@ -161,8 +161,8 @@ def test_shape_is_kept() -> None:
     assert location.window.reshape(-1).tolist() == flat.window.tolist()
 
 
-def test_far_into_a_long_run() -> None:
-    """Sample 10¹³ of sources with 10⁹ windows: ranks and epochs by hand."""
+def test_epochs_are_correct_far_into_a_long_run() -> None:
+    """At sample 10¹³ of sources with 10⁹ windows, against epochs computed by hand."""
     order = SampleOrder([10**9, 10**9], [3, 1], seed=0)
     block = 10**13 // BLOCK_SAMPLES
     location = order.locate(block * BLOCK_SAMPLES + np.arange(BLOCK_SAMPLES))
@@ -171,7 +171,7 @@ def test_far_into_a_long_run() -> None:
 
 
 def test_the_order_does_not_change_between_versions() -> None:
-    """A checkpoint is resumed by newer code: these values are a contract."""
+    """Checkpoints are resumed by newer versions, so these values must never change."""
     location = SampleOrder([1000, 50], [0.7, 0.3], seed=42).locate(np.array([0, 1, 2, 4095, 4096, 10**9]))
     assert location.source.tolist() == [0, 0, 0, 1, 0, 1]
     assert location.epoch.tolist() == [0, 0, 0, 24, 2, 6000977]
@@ -185,16 +185,16 @@ def test_the_order_does_not_change_between_versions() -> None:
     first_sample=st.integers(0, 10**13),
     num_samples=st.integers(2000, 3 * BLOCK_SAMPLES),
 )
-def test_proportions_over_any_window_of_a_few_thousand_samples(
+def test_proportions_hold_in_any_range_of_a_few_thousand_samples(
     weights: list[float], seed: int, first_sample: int, num_samples: int
 ) -> None:
-    """Whole blocks are exact; of the cut ones at both ends, counts differ as those of draws without replacement do."""
+    """Whole blocks are exact; in the partial blocks at both ends, counts vary as in sampling without replacement."""
     order = SampleOrder([100] * len(weights), weights, seed)
     samples = first_sample + np.arange(num_samples)
     counts = np.bincount(order.locate(samples).source, minlength=len(weights))
     shares = order.counts() / BLOCK_SAMPLES
     assert np.abs(shares - np.array(weights) / sum(weights)).max() <= 1 / BLOCK_SAMPLES * len(weights)
-    variance = 2 * BLOCK_SAMPLES / 4 * shares * (1 - shares)  # two blocks, each cut in the middle at worst
+    variance = 2 * BLOCK_SAMPLES / 4 * shares * (1 - shares)  # two blocks, in the worst case each split in the middle
     assert (np.abs(counts - num_samples * shares) <= 6 * np.sqrt(variance) + 1).all()
     assert (
         order.samples_of_sources(first_sample + num_samples) - order.samples_of_sources(first_sample) == counts
@@ -203,7 +203,7 @@ def test_proportions_over_any_window_of_a_few_thousand_samples(
 
 @st.composite
 def phased_orders(draw: st.DrawFn) -> tuple[list[int], list[Phase], int]:
-    """(windows of each source, all phases, seed); phases are short, so that several lie in one block."""
+    """Draws (windows of each source, all phases, seed), with several short phases in one block."""
     num_windows = draw(st.lists(st.integers(1, 700), min_size=1, max_size=4))
     sources = range(len(num_windows))
     num_first = draw(st.integers(1, len(num_windows)))
@@ -226,8 +226,8 @@ def make_phased(num_windows: list[int], phases: list[Phase], seed: int) -> Sampl
 
 @settings(max_examples=25, deadline=None)
 @given(case=phased_orders())
-def test_phases_carry_on_every_source(case: tuple[list[int], list[Phase], int]) -> None:
-    """Counted one by one over all phases: each source goes through its epochs as if nothing had changed."""
+def test_phases_continue_every_source(case: tuple[list[int], list[Phase], int]) -> None:
+    """Counted over all phases, each source goes through its epochs as if the mixture had not changed."""
     num_windows, phases, _ = case
     order = make_phased(*case)
     num_samples = phases[-1].first_sample + BLOCK_SAMPLES + 77
@@ -251,13 +251,13 @@ def test_phases_carry_on_every_source(case: tuple[list[int], list[Phase], int]) 
 
 @settings(max_examples=25, deadline=None)
 @given(case=phased_orders())
-def test_a_later_phase_changes_nothing_before_it(case: tuple[list[int], list[Phase], int]) -> None:
+def test_later_phase_does_not_change_earlier_samples(case: tuple[list[int], list[Phase], int]) -> None:
     num_windows, phases, seed = case
     order = make_phased(*case)
     for count in range(1, len(phases)):
         used = {source for phase in phases[:count] for source in phase.sources}
         if used != set(range(len(used))):
-            continue  # a shorter list of sources would have other numbers
+            continue  # in a shorter list, the sources would have other positions
         shorter = make_phased(num_windows[: len(used)], phases[:count], seed)
         num_samples = phases[count].first_sample
         assert locate_all(shorter, num_samples) == locate_all(order, num_samples)
@@ -273,13 +273,13 @@ def test_the_order_of_phases_does_not_change_between_versions() -> None:
 
 
 @pytest.mark.parametrize("starts", [(5, 5), (7, 3), (0, 1)])
-def test_phases_out_of_order(starts: tuple[int, int]) -> None:
-    with pytest.raises(DataError, match="ascending numbers expected"):
+def test_phases_out_of_order_are_an_error(starts: tuple[int, int]) -> None:
+    with pytest.raises(DataError, match="expected ascending numbers"):
         SampleOrder([10], [1.0], 0, [Phase(start, (0,), (1.0,)) for start in starts])
 
 
-def test_restarting_anywhere_costs_one_block_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work is counted, not timed: blocks that are laid out, at sample 10¹² as at sample 0."""
+def test_resuming_anywhere_costs_one_block_per_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of blocks that are laid out is the same at sample 10¹² as at sample 0."""
     blocks: list[int] = []
     lay_out = _Mixture._lay_out_block
     monkeypatch.setattr(_Mixture, "_lay_out_block", lambda self, block: (blocks.append(block), lay_out(self, block))[1])
@@ -296,7 +296,7 @@ TRILLION_WINDOWS = [122_070_312, 73_242_188, 48_828_125]  # 10¹² tokens in win
 
 
 def samples_by_rank(geometry: BatchGeometry, step: int) -> list[list[int]]:
-    """The samples of each rank in a step."""
+    """Returns the samples of each rank in a step."""
     result = []
     for rank in range(geometry.world_size):
         slots = geometry.slots(rank).reshape(-1)
@@ -306,10 +306,12 @@ def samples_by_rank(geometry: BatchGeometry, step: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(("samples_per_step", "micro_batch_size"), [(4096, 2), (1500, 1), (5000, 3)])
 @pytest.mark.parametrize("step", [0, 1, 10**5, 3 * 10**7])
-def test_a_thousand_ranks_and_a_trillion_tokens(samples_per_step: int, micro_batch_size: int, step: int) -> None:
-    """At 10¹² tokens: the ranks of a step share out its samples, and none reads what another does in the same epoch.
+def test_ranks_partition_each_step_at_a_thousand_ranks_and_a_trillion_tokens(
+    samples_per_step: int, micro_batch_size: int, step: int
+) -> None:
+    """At 10¹² tokens, the ranks read disjoint samples that together make up the step.
 
-    Some ranks have fewer samples than others where they do not divide the step.
+    Some ranks have fewer samples than others if the number of ranks does not divide the step.
     """
     accumulation = derive_accumulation(samples_per_step, micro_batch_size, NUM_RANKS)
     geometry = BatchGeometry(samples_per_step, micro_batch_size, accumulation, NUM_RANKS)
@@ -325,8 +327,8 @@ def test_a_thousand_ranks_and_a_trillion_tokens(samples_per_step: int, micro_bat
         assert windows.min() >= 0 and windows.max() < size
 
 
-def test_a_thousand_ranks_read_every_window_once_an_epoch() -> None:
-    """Two epochs whole, at a size that does not divide: rank by rank, 1,024 of them."""
+def test_a_thousand_ranks_read_every_window_once_per_epoch() -> None:
+    """Over two whole epochs, with a number of windows that 1,024 ranks do not divide."""
     num_windows = 37 * NUM_RANKS + 5
     geometry = BatchGeometry(1500, 1, derive_accumulation(1500, 1, NUM_RANKS), NUM_RANKS)
     order = SampleOrder([num_windows], [1.0], seed=3)
@@ -342,7 +344,7 @@ def test_a_thousand_ranks_read_every_window_once_an_epoch() -> None:
 
 
 def undo_permutation(image: int, size: int, key: int) -> int:
-    """The inverse of `permute` in plain integers, round by round from the last: what has one is a bijection."""
+    """Computes the inverse of `permute` with Python integers, from the last round to the first."""
 
     def mix(x: int) -> int:
         x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
@@ -367,15 +369,15 @@ def undo_permutation(image: int, size: int, key: int) -> int:
 
 
 @pytest.mark.parametrize("size", [*TRILLION_WINDOWS, 10**12, 7, 1])
-def test_the_permutation_can_be_undone(size: int) -> None:
+def test_permutation_is_invertible(size: int) -> None:
     points = np.random.default_rng(0).integers(0, size, 300)
     images = permute(points, np.array(size), np.array(99, np.uint64))
     assert [undo_permutation(image, size, 99) for image in images.tolist()] == points.tolist()
 
 
 @pytest.mark.parametrize("size", [1000, 32_768, 999_983, TRILLION_WINDOWS[0]])
-def test_no_pattern_at_any_distance(size: int) -> None:
-    """What a rank sees (every n-th sample) is as random as the whole; and so is one epoch against the next."""
+def test_samples_are_uncorrelated_at_any_distance(size: int) -> None:
+    """The samples of a rank (every n-th sample) are as random as all samples, and so are two epochs to each other."""
     count = min(size, 60_000)
     points = np.arange(count)
     first, second = (permute(points, np.array(size), np.array(key, np.uint64)) for key in (5, 6))
@@ -385,10 +387,10 @@ def test_no_pattern_at_any_distance(size: int) -> None:
     assert abs(np.corrcoef(first, second)[0, 1]) < noise
     assert abs(np.corrcoef(first, points)[0, 1]) < noise
     steps, repeats = np.unique(np.diff(first), return_counts=True)
-    # A step of random draws is seen count / size times, or a few times more.
+    # Among random draws, a difference occurs about count / size times.
     assert repeats.max() <= 12 + 2 * count / size
     assert len(steps) > 0.3 * min(count, size)
     longest_run = max(map(len, "".join("01"[int(up)] for up in np.diff(first) > 0).split("0")))
-    assert longest_run < 12  # ascending windows in a row; 12 have a chance of 1 in 13! each
+    assert longest_run < 12  # a run of 12 ascents has a probability of 1 in 13! at each place
     parity = np.bincount(first % 7, minlength=7)
     assert (np.abs(parity - count / 7) < 5 * math.sqrt(count / 7)).all()

@@ -1,4 +1,4 @@
-"""Documents within windows: positions, targets that count, and boundaries from the index; against plain loops."""
+"""Tests of documents within windows (positions, ignored targets, boundaries from the index) against plain loops."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ lengths_of_shards = st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1
 
 
 def write_source(write_shard: Callable[..., Path], folder: Path, shards: list[list[int]]) -> TokenSource:
-    """Shards of documents with these lengths; every token is the number of tokens before it."""
+    """Writes shards of documents with these lengths; every token is the number of tokens before it."""
     first, names = 0, []
     for number, lengths in enumerate(shards):
         documents = []
@@ -37,7 +37,7 @@ def write_source(write_shard: Callable[..., Path], folder: Path, shards: list[li
 
 
 def expected_row(lengths: list[int], window: int, packing: Packing) -> tuple[list[int], list[int]]:
-    """(positions, targets) of a window, token by token; tokens are numbered as in `write_source`."""
+    """Computes (positions, targets) of a window token by token; tokens are numbered as in `write_source`."""
     ends = set(np.cumsum(lengths).tolist())
     positions, targets, position = [], [], 0
     for token in range(window * SEQ_LEN, (window + 1) * SEQ_LEN):
@@ -56,7 +56,7 @@ def expected_row(lengths: list[int], window: int, packing: Packing) -> tuple[lis
 def test_batches_equal_a_loop_over_tokens(
     write_shard, tmp_path: Path, shards: list[list[int]], packing: Packing, seed: int
 ) -> None:
-    """Empty documents and shards, documents over several windows, and boundaries at every place of a window."""
+    """With empty documents and shards, documents that span windows, and boundaries anywhere in a window."""
     source = write_source(write_shard, tmp_path, [*shards, [9, 1, 4]])
     lengths = [length for shard in [*shards, [9, 1, 4]] for length in shard]
     num_windows = source.num_windows(SEQ_LEN)
@@ -95,8 +95,8 @@ def count_targets(batches: list) -> int:
     return sum(int((batch.targets != IGNORE).sum()) for batch in batches)
 
 
-def test_with_masks_every_document_is_as_if_it_were_alone(write_shard, tmp_path: Path) -> None:
-    """Windows as long as the source: targets are each document's own tokens from the second on."""
+def test_masked_documents_are_independent_of_their_neighbours(write_shard, tmp_path: Path) -> None:
+    """In a window as long as the source, the targets are each document's own tokens from the second on."""
     source = TokenSource.open(write_shard("a", [range(10, 15), [20], range(30, 33), []]))
     (batch,) = validation_batches(source, 8, 1, 1, 0, 1, VOCAB_SIZE, Packing(mask_documents=True))
     assert batch.tokens.tolist() == [[10, 11, 12, 13, 14, 20, 30, 31]]
@@ -111,8 +111,8 @@ def test_with_masks_every_document_is_as_if_it_were_alone(write_shard, tmp_path:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 @given(documents=st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=30), data=st.data())
-def test_documents_of_several_sequences(tmp_path: Path, documents: list[list[int]], data: st.DataObject) -> None:
-    """As Megatron writes them with `--split-sentences`: the index is made here byte by byte."""
+def test_documents_may_have_several_sequences(tmp_path: Path, documents: list[list[int]], data: st.DataObject) -> None:
+    """Megatron writes these with `--split-sentences`; here the index is written byte by byte."""
     lengths = [length for document in documents for length in document]
     num_tokens = sum(lengths)
     first_sequence = np.cumsum([0] + [len(document) for document in documents])
@@ -131,7 +131,7 @@ def test_documents_of_several_sequences(tmp_path: Path, documents: list[list[int
 
 
 @given(rows=st.lists(st.lists(st.integers(1, SEQ_LEN + 1)).map(sorted), min_size=1, max_size=4))
-def test_positions_restart_at_every_start(rows: list[list[int]]) -> None:
+def test_positions_restart_at_every_document(rows: list[list[int]]) -> None:
     starts = [np.array(row, np.int64) for row in rows]
     expected = [[t - max([0, *(s for s in row if s <= t)]) for t in range(SEQ_LEN)] for row in rows]
     assert document_positions(starts, SEQ_LEN).tolist() == expected
@@ -144,7 +144,9 @@ def test_dropped_targets_are_counted_once() -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_positions_are_part_of_the_digest_and_resume(write_shard, tmp_path: Path, packing: Packing) -> None:
+def test_digest_includes_positions_and_is_the_same_after_a_resume(
+    write_shard, tmp_path: Path, packing: Packing
+) -> None:
     source = write_source(write_shard, tmp_path, [[7, 2, 30, 1, 1, 50]])
     order = SampleOrder([source.num_windows(SEQ_LEN)], [1.0], 0)
     geometry = BatchGeometry(3, 2, 2, 1)

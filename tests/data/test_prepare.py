@@ -1,4 +1,4 @@
-"""Preparation from end to end, and what a user sees when something is wrong."""
+"""End-to-end tests of data.prepare, and of its error messages."""
 
 import fcntl
 import gzip
@@ -25,12 +25,12 @@ from data import output as output_module
 from data.blocks import Position, ReadOptions, RecordBlock, Task
 from data.errors import DataError
 from data.indexed import IndexedShard
+from data.load_tokenizer import load_tokenizer
 from data.manifest import Manifest
 from data.source import TokenSource
-from data.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
-AWKWARD = [
+UNUSUAL_TEXTS = [
     "  two  spaces  ",
     "\n\n\n a\n",
     "\t\ttabs\t",
@@ -56,7 +56,7 @@ def folder_content(folder: Path) -> dict[str, bytes]:
 
 def decoded_documents(folder: Path) -> list[str]:
     manifest = Manifest.read(folder)
-    tokenizer = Tokenizer.load(folder / manifest.tokenizer_file)
+    tokenizer = load_tokenizer(folder / manifest.tokenizer_file)
     documents = []
     for name in manifest.shard_names:
         shard = IndexedShard.open(folder / name)
@@ -71,7 +71,7 @@ def decoded_documents(folder: Path) -> list[str]:
 
 @pytest.fixture
 def corpus(tmp_path: Path, texts: list[str]) -> Path:
-    """Text files, one document each, and one JSONL file."""
+    """Text files with one document each, and one JSONL file."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number, text in enumerate(texts[:60]):
@@ -91,7 +91,7 @@ def make_options(corpus: Path, tokenizer_path: Path, **changes: object) -> prepa
     return prepare.Options(**(given | changes))
 
 
-def test_every_document_once_in_one_of_the_splits(corpus: Path, tokenizer_path: Path, texts: list[str]) -> None:
+def test_every_document_is_in_exactly_one_split(corpus: Path, tokenizer_path: Path, texts: list[str]) -> None:
     options = make_options(corpus, tokenizer_path)
     prepare.prepare(options)
     train, val = (decoded_documents(options.output / split) for split in ("train", "val"))
@@ -101,10 +101,10 @@ def test_every_document_once_in_one_of_the_splits(corpus: Path, tokenizer_path: 
     assert train == in_input_order
 
 
-def test_manifest_tells_what_is_there(corpus: Path, tokenizer_path: Path) -> None:
+def test_manifest_describes_the_output(corpus: Path, tokenizer_path: Path) -> None:
     options = make_options(corpus, tokenizer_path)
     prepare.prepare(options)
-    tokenizer = Tokenizer.load(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path)
     for split in ("train", "val"):
         source = TokenSource.open(options.output / split)
         manifest = source.manifest
@@ -129,7 +129,7 @@ def test_documents_keep_their_split_when_the_input_grows(corpus: Path, tokenizer
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 300, 10**9])
-def test_shards_hold_at_most_what_is_asked_for(corpus: Path, tokenizer_path: Path, shard_tokens: int) -> None:
+def test_shards_respect_the_token_limit(corpus: Path, tokenizer_path: Path, shard_tokens: int) -> None:
     options = make_options(corpus, tokenizer_path, shard_tokens=shard_tokens)
     prepare.prepare(options)
     shards = TokenSource.open(options.output / "train").shards
@@ -138,8 +138,10 @@ def test_shards_hold_at_most_what_is_asked_for(corpus: Path, tokenizer_path: Pat
     assert all(a.num_tokens + b.document_offsets[1] > shard_tokens for a, b in following)
 
 
-def test_workers_do_not_change_a_byte(corpus: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of every kind, each of several blocks, and a tokenizer trained on them."""
+def test_number_of_workers_does_not_change_a_byte(
+    corpus: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With files of every type, each in several blocks, and a tokenizer trained on them."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 500)
     monkeypatch.setattr(parallel, "_BYTES_AHEAD", 1000)
     lines = "\n".join(json.dumps({"text": f"again {text}"}) for text in texts)
@@ -160,9 +162,9 @@ def test_workers_do_not_change_a_byte(corpus: Path, texts: list[str], monkeypatc
 
 
 @pytest.mark.parametrize("newlines", ["unify", "keep"])
-def test_every_byte_of_awkward_documents_comes_back(tmp_path: Path, newlines: str) -> None:
-    """A document a line of JSON; the tokenizer is trained on them."""
-    texts = [text.replace("\0", "") for text in AWKWARD if text.strip("\0 \n\r\t")]
+def test_unusual_documents_are_reproduced_byte_for_byte(tmp_path: Path, newlines: str) -> None:
+    """With one document per line of JSON, and a tokenizer trained on them."""
+    texts = [text.replace("\0", "") for text in UNUSUAL_TEXTS if text.strip("\0 \n\r\t")]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     output = tmp_path / "out"
     arguments = ["--input", str(tmp_path / "a.jsonl"), "--output", str(output), "--workers", "1", "--val-fraction", "0"]
@@ -192,10 +194,10 @@ def test_errors_are_counted_in_the_manifest(tmp_path: Path, tokenizer_path: Path
             "nul": 1,
             "text_bytes": num_bytes,
         }
-        assert f"left out {skipped} documents that could not be read, replaced {replaced}" in capsys.readouterr().out
+        assert f"skipped {skipped} documents that could not be read, replaced {replaced}" in capsys.readouterr().out
 
 
-def test_hugging_face_tokenizer_travels_with_the_shards(corpus: Path, texts: list[str], capsys) -> None:
+def test_hugging_face_tokenizer_is_stored_with_the_shards(corpus: Path, texts: list[str], capsys) -> None:
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -210,7 +212,7 @@ def test_hugging_face_tokenizer_travels_with_the_shards(corpus: Path, texts: lis
     output = corpus.parent / "out"
     arguments = ["--input", str(corpus), "--output", str(output), "--tokenizer", str(path), "--workers", "2"]
     assert prepare.main(arguments) == 2
-    assert "which token ends a document is not clear" in capsys.readouterr().err
+    assert "the end-of-document token is not known" in capsys.readouterr().err
     assert not output.exists()
     assert prepare.main([*arguments, "--eod-token", "</s>"]) == 0
     manifest = Manifest.read(output / "train")
@@ -223,7 +225,9 @@ def test_hugging_face_tokenizer_travels_with_the_shards(corpus: Path, texts: lis
     assert "made with eod_token = </s>, now <|endoftext|>" in capsys.readouterr().err
 
 
-def test_progress_on_a_terminal_and_elsewhere(corpus: Path, tokenizer_path: Path, monkeypatch, capsys) -> None:
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    corpus: Path, tokenizer_path: Path, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr(command_line, "_SECONDS_BETWEEN_LINES", 0.0)
     options = make_options(corpus, tokenizer_path)
     prepare.prepare(options)
@@ -235,7 +239,7 @@ def test_progress_on_a_terminal_and_elsewhere(corpus: Path, tokenizer_path: Path
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=terminal) as process:
         os.close(terminal)
         shown = b""
-        with suppress(OSError):  # which the terminal's end looks like
+        with suppress(OSError):  # raised when the terminal is closed
             while piece := os.read(main_end, 10_000):
                 shown += piece
     os.close(main_end)
@@ -243,13 +247,13 @@ def test_progress_on_a_terminal_and_elsewhere(corpus: Path, tokenizer_path: Path
     assert re.search(rb"tokenizing:.*\d+%\|.*\|.*<.*MB/s, [\d,]+ tokens", shown)
 
 
-def test_killed_worker_is_said() -> None:
+def test_killed_worker_is_reported() -> None:
     task = Task([RecordBlock("a", "row", 0, ["text"], 4)], Position(0, 1, 4))
     with pytest.raises(DataError, match="a worker process was killed"):
         list(parallel.map_tasks(partial(os._exit, 1), [task], 2))
 
 
-def test_counts_of_what_is_left_out(tmp_path: Path, tokenizer_path: Path, capsys) -> None:
+def test_dropped_documents_and_characters_are_counted(tmp_path: Path, tokenizer_path: Path, capsys) -> None:
     (tmp_path / "a.jsonl").write_text(
         "\n".join(json.dumps({"text": text}) for text in ["one\0 two\0", "", " \n\t", "\0", "three"])
     )
@@ -278,7 +282,7 @@ def test_finished_output_is_reused(corpus: Path, tokenizer_path: Path, capsys) -
     assert before == {path: path.stat().st_mtime_ns for path in options.output.rglob("*")}
 
 
-def test_output_within_the_input_is_no_input(corpus: Path, tokenizer_path: Path, capsys) -> None:
+def test_output_within_the_input_is_skipped(corpus: Path, tokenizer_path: Path, capsys) -> None:
     for _ in range(2):
         prepare.prepare(make_options(corpus, tokenizer_path, output=corpus / "out"))
     assert "nothing to do" in capsys.readouterr().out
@@ -293,7 +297,7 @@ def test_output_within_the_input_is_no_input(corpus: Path, tokenizer_path: Path,
         ({"read": ReadOptions("line")}, "made with document_per = file, now line"),
     ],
 )
-def test_output_of_other_options_is_refused(
+def test_output_with_other_options_is_refused(
     corpus: Path, tokenizer_path: Path, changes: dict[str, object], message: str
 ) -> None:
     options = make_options(corpus, tokenizer_path)
@@ -307,7 +311,7 @@ def test_output_of_other_options_is_refused(
     assert sorted(path.name for path in corpus.parent.iterdir()) == ["corpus", "out"]
 
 
-def test_output_of_other_input_is_refused(corpus: Path, tokenizer_path: Path) -> None:
+def test_output_from_other_input_is_refused(corpus: Path, tokenizer_path: Path) -> None:
     prepare.prepare(make_options(corpus, tokenizer_path))
     (corpus / "000.txt").write_text("changed")
     with pytest.raises(DataError, match="made from other input; choose another"):
@@ -323,13 +327,13 @@ def test_damaged_output_is_not_reused(corpus: Path, tokenizer_path: Path) -> Non
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_users_own_folder_is_never_touched(corpus: Path, tokenizer_path: Path, overwrite: bool) -> None:
+def test_folder_of_the_user_is_never_changed(corpus: Path, tokenizer_path: Path, overwrite: bool) -> None:
     with pytest.raises(DataError, match=r"was not made by data\.prepare"):
         prepare.prepare(make_options(corpus, tokenizer_path, output=corpus, overwrite=overwrite))
     assert (corpus / "000.txt").exists()
 
 
-def test_failure_half_way_leaves_nothing(corpus: Path, tokenizer_path: Path) -> None:
+def test_failure_leaves_no_files(corpus: Path, tokenizer_path: Path) -> None:
     (corpus / "zzz.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"zzz\.txt: byte 0"):
         prepare.prepare(make_options(corpus, tokenizer_path, num_workers=2))
@@ -347,7 +351,7 @@ def test_leftovers_are_replaced(corpus: Path, tokenizer_path: Path) -> None:
 
 
 def test_output_may_be_a_link(corpus: Path, tokenizer_path: Path) -> None:
-    """To a folder, or to where one will be; it is made there, and the link stays."""
+    """The link may point to a folder or to nothing; the output is written there and the link is kept."""
     target = corpus.parent / "disk" / "target"
     target.mkdir(parents=True)
     for name, folder in (("link", target), ("dangling", target.with_name("absent"))):
@@ -359,16 +363,16 @@ def test_output_may_be_a_link(corpus: Path, tokenizer_path: Path) -> None:
     assert sorted(path.name for path in corpus.parent.iterdir()) == ["corpus", "dangling", "disk", "link"]
 
 
-def test_files_of_other_names_in_folders_are_said(corpus: Path, tokenizer_path: Path, capsys) -> None:
+def test_ignored_files_in_folders_are_reported(corpus: Path, tokenizer_path: Path, capsys) -> None:
     for name in ("page.html", "other.HTML", "archive.txt.bz2", "noname"):
         (corpus / name).touch()
     prepare.prepare(make_options(corpus, tokenizer_path))
-    expected = "left out 4 files of other names: 2 .html, 1 .bz2, 1 without a suffix"
-    (said,) = re.findall(r"left out 4 files.*", capsys.readouterr().out)
+    expected = "ignored 4 files of other types: 2 .html, 1 .bz2, 1 without a suffix"
+    (said,) = re.findall(r"ignored 4 files.*", capsys.readouterr().out)
     assert sorted(said.split(": ")[1].split(", ")) == sorted(expected.split(": ")[1].split(", "))
 
 
-def test_two_preparations_of_one_output(corpus: Path, tokenizer_path: Path) -> None:
+def test_two_preparations_cannot_share_an_output(corpus: Path, tokenizer_path: Path) -> None:
     options = make_options(corpus, tokenizer_path)
     with (
         output_module.partial_folder(options.output),
@@ -377,11 +381,11 @@ def test_two_preparations_of_one_output(corpus: Path, tokenizer_path: Path) -> N
         prepare.prepare(options)
 
 
-def test_command_from_text_to_samples(corpus: Path) -> None:
+def test_commands_prepare_and_inspect_an_output(corpus: Path) -> None:
     output = corpus.parent / "out"
     result = run("data.prepare", "--input", corpus, "--output", output, "--vocab-size", 400)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "bytes a token" in result.stdout
+    assert "bytes per token" in result.stdout
     result = run("data.inspect", output, "--samples", 2)
     assert (result.returncode, result.stderr) == (0, "")
     assert "hashes match" in result.stdout
@@ -396,29 +400,32 @@ def test_command_from_text_to_samples(corpus: Path) -> None:
         (["--input", "{blank}"], "no text to train a tokenizer on"),
         (
             ["--input", "{blank}", "--tokenizer", "{model}"],
-            "no document for training: 1 found, 1 of them empty",
+            "no documents for training: 1 found, 1 empty",
         ),
         (["--input", "{good}", "--tokenizer", "{bad}"], "{bad}: not a SentencePiece model"),
         (["--input", "{good}"], "a vocabulary of 8,192 (--vocab-size) is too large for this text"),
         (["--input", "{good}", "--val-fraction", "1.5"], "--val-fraction 1.5"),
-        (["--input", "{good}", "--val-fraction", "1"], "--val-fraction 1.0: a number from 0 to below 1 expected"),
+        (["--input", "{good}", "--val-fraction", "1"], "--val-fraction 1.0: expected at least 0 and less than 1"),
         (
             ["--input", "{good}", "--tokenizer", "{model}", "--val-fraction", "0.999999999"],
-            "no document for training: 1 found, 1 for validation (--val-fraction 0.999999999)",
+            "no documents for training: 1 found, 1 for validation (--val-fraction 0.999999999)",
         ),
         (
             ["--input", "{bad}", "--tokenizer", "{model}", "--on-error", "skip"],
-            "no document for training: 1 found, 1 left out (--on-error skip)",
+            "no documents for training: 1 found, 1 skipped (--on-error skip)",
         ),
-        (["--input", "{good}", "--vocab-size", "259"], "--vocab-size 259: at least 260 expected"),
+        (["--input", "{good}", "--vocab-size", "259"], "--vocab-size 259: expected at least 260"),
         (["--input", "{good}", "--vocab-size", "9" * 11], "training the tokenizer failed: "),
-        (["--input", "{good}", "--output", "."], "--output .: the current folder, which cannot be replaced"),
-        (["--input", "{good}", "--output", "/proc"], "--output /proc: a mount point, which cannot be replaced"),
+        (["--input", "{good}", "--output", "."], "--output .: this is the current folder and cannot be replaced"),
+        (["--input", "{good}", "--output", "/proc"], "--output /proc: this is a mount point and cannot be replaced"),
         (["--input", "{good}", "--output", "{absent}/../empty/.."], "exists and was not made by data.prepare"),
-        (["--input", "{good}", "--seed", "-1"], "--seed -1: at least 0 expected"),
-        (["--input", "{good}", "--workers", "0"], "--workers 0: at least 1 expected"),
+        (["--input", "{good}", "--seed", "-1"], "--seed -1: expected at least 0"),
+        (["--input", "{good}", "--workers", "0"], "--workers 0: expected at least 1"),
         (["--input", "{good}", "--vocab-size", "many"], "argument --vocab-size: invalid int value: 'many'"),
-        (["--input", "{good}", "--tokenizer", "{model}", "--vocab-size", "9"], "--tokenizer excludes"),
+        (
+            ["--input", "{good}", "--tokenizer", "{model}", "--vocab-size", "9"],
+            "--tokenizer cannot be combined with --train-tokenizer",
+        ),
         (["--input", "{good}", "--dataset", "json"], "argument --dataset: not allowed with argument --input"),
         (["--input", "{good}", "--split", "train"], "--split: only with --dataset"),
         (["--input", "{good}", "--streaming"], "--streaming: only with --dataset"),
@@ -436,10 +443,13 @@ def test_command_from_text_to_samples(corpus: Path) -> None:
         (["--input", "{good}", "--output", "{good}/out", "--tokenizer", "{model}"], "{good}/out"),
         (["--input", "{good}", "--colour", "blue"], "unrecognized arguments: --colour blue"),
         ([], "one of the arguments --input --dataset is required"),
-        (["--input", "{surrogate}", "--tokenizer", "{model}"], "{surrogate}:1: character 1 of the text is half of a"),
+        (
+            ["--input", "{surrogate}", "--tokenizer", "{model}"],
+            "{surrogate}:1: character 1 of the text is a lone surrogate",
+        ),
     ],
 )
-def test_a_users_fault_is_one_line(
+def test_user_errors_are_one_line(
     tmp_path: Path, tokenizer_path: Path, capfd, arguments: list[str], message: str
 ) -> None:
     paths = {name: tmp_path / f"{name}.txt" for name in ("absent", "bad", "blank", "good")}

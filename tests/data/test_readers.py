@@ -1,4 +1,4 @@
-"""Files to documents: against a simple reference, however the file is cut into blocks, and how errors are named."""
+"""Tests of reading documents, against a simple reference and with any block size, and of error messages."""
 
 import codecs
 import json
@@ -36,7 +36,7 @@ def write(path: Path, content: bytes) -> Path:
 
 @contextmanager
 def block_size(size: int) -> Iterator[None]:
-    """Blocks and chunks of about that many bytes."""
+    """Makes blocks and chunks about `size` bytes long."""
     with mock.patch.object(blocks, "BLOCK_BYTES", size), mock.patch.object(streams, "CHUNK_BYTES", size):
         yield
 
@@ -48,7 +48,7 @@ def any_block_size(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def reference(text: str, document_per: str) -> list[str]:
-    """Documents of a text with "\\n" line ends."""
+    """Splits a text with "\\n" line ends into documents."""
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()
@@ -69,7 +69,7 @@ def reference(text: str, document_per: str) -> list[str]:
 @pytest.mark.parametrize("document_per", UNITS)
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("byte_order_mark", [b"", codecs.BOM_UTF8])
-def test_units_line_ends_and_byte_order_marks(
+def test_document_units_with_all_line_ends_and_byte_order_marks(
     tmp_path: Path, document_per: str, line_end: bytes, byte_order_mark: bytes
 ) -> None:
     content = "\n\none\ntwo\n\nthree\n \n\n\nfour"
@@ -79,7 +79,7 @@ def test_units_line_ends_and_byte_order_marks(
 
 @hypothesis_settings
 @given(text=st.text(st.sampled_from("ab\r\n \t\u2028\x0b\x85\u3000é🚀"), max_size=30), size=sizes)
-def test_text_against_a_simple_reference(tmp_path: Path, text: str, size: int) -> None:
+def test_text_documents_equal_a_simple_reference(tmp_path: Path, text: str, size: int) -> None:
     path = write(tmp_path / "a.txt", text.encode())
     unified = text.replace("\r\n", "\n").replace("\r", "\n")
     with block_size(size):
@@ -89,7 +89,7 @@ def test_text_against_a_simple_reference(tmp_path: Path, text: str, size: int) -
 
 @hypothesis_settings
 @given(text=st.text(st.sampled_from("ab\r\n"), max_size=20), size=sizes)
-def test_newlines_may_be_kept(tmp_path: Path, text: str, size: int) -> None:
+def test_newlines_can_be_kept(tmp_path: Path, text: str, size: int) -> None:
     path = write(tmp_path / "a.txt", text.encode())
     with block_size(size):
         assert read(path, document_per="file", newlines="keep") == [text]
@@ -118,7 +118,7 @@ def test_empty_file_is_an_empty_document(tmp_path: Path, byte_order_mark: bytes,
     ],
 )
 @pytest.mark.parametrize("document_per", UNITS)
-def test_undecodable_byte(tmp_path: Path, content: bytes, offset: str, byte: str, document_per: str) -> None:
+def test_undecodable_byte_is_named(tmp_path: Path, content: bytes, offset: str, byte: str, document_per: str) -> None:
     path = write(tmp_path / "bad.txt", content)
     with pytest.raises(DataError, match=rf"bad\.txt: byte {offset} is {byte}: not UTF-8") as error:
         read(path, document_per=document_per)
@@ -126,7 +126,7 @@ def test_undecodable_byte(tmp_path: Path, content: bytes, offset: str, byte: str
 
 
 @pytest.mark.usefixtures("any_block_size")
-def test_documents_with_bad_bytes_are_skipped_or_repaired(tmp_path: Path) -> None:
+def test_documents_with_undecodable_bytes_are_skipped_or_repaired(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"one\nt\xffw\xc3o\n\xef\xbf\xbd three\n\x80")
     counts: Counter[str] = Counter()
     assert read(path, counts, document_per="line", on_error="skip") == ["one", "\ufffd three"]
@@ -139,7 +139,7 @@ def test_documents_with_bad_bytes_are_skipped_or_repaired(tmp_path: Path) -> Non
 
 @hypothesis_settings
 @given(content=st.binary(max_size=30), size=sizes)
-def test_replacement_is_that_of_python(tmp_path: Path, content: bytes, size: int) -> None:
+def test_replacement_equals_pythons(tmp_path: Path, content: bytes, size: int) -> None:
     path = write(tmp_path / "a.txt", content)
     with block_size(size):
         found = read(path, on_error="replace", newlines="keep")
@@ -152,7 +152,7 @@ ENCODINGS = ["latin-1", "utf-16", "utf-16-be", "utf-32", "gb18030", "shift_jis",
 @pytest.mark.usefixtures("any_block_size")
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("document_per", UNITS)
-def test_other_encodings(tmp_path: Path, encoding: str, document_per: str) -> None:
+def test_other_encodings_are_decoded(tmp_path: Path, encoding: str, document_per: str) -> None:
     text = "one\nカタカナ 日本\n\nthree\n".encode(encoding, "ignore").decode(encoding)
     path = write(tmp_path / "a.txt", text.encode(encoding))
     name = streams.check_encoding(encoding)
@@ -166,8 +166,10 @@ def test_other_encodings(tmp_path: Path, encoding: str, document_per: str) -> No
 
 @hypothesis_settings
 @given(content=st.binary(max_size=24), encoding=st.sampled_from(["utf-16-le", "utf-32-le", *ENCODINGS]), size=sizes)
-def test_bad_bytes_in_other_encodings(tmp_path: Path, content: bytes, encoding: str, size: int) -> None:
-    """The offset is that of decoding the whole file at once."""
+def test_undecodable_bytes_in_other_encodings_are_named(
+    tmp_path: Path, content: bytes, encoding: str, size: int
+) -> None:
+    """The error has the same offset as when the whole file is decoded at once."""
     if encoding in ("utf-16", "utf-32"):
         content = "".encode(encoding) + content
     path = write(tmp_path / "a.txt", content)
@@ -183,26 +185,26 @@ def test_bad_bytes_in_other_encodings(tmp_path: Path, content: bytes, encoding: 
             assert read(path, encoding=encoding, newlines="keep") == [text.removeprefix("\ufeff")]
 
 
-def test_encoding_with_errors_of_its_own(tmp_path: Path) -> None:
+def test_error_of_a_special_codec_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"two words")
     with pytest.raises(DataError, match=r"a\.txt: not PUNYCODE \(--encoding\)"):
         read(path, encoding="punycode")
 
 
-def test_missing_byte_order_mark(tmp_path: Path) -> None:
+def test_missing_byte_order_mark_is_reported(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "text".encode("utf-16-be"))
-    with pytest.raises(DataError, match=r"a\.txt: no byte order mark; --encoding utf-16-le or utf-16-be"):
+    with pytest.raises(DataError, match=r"a\.txt: no byte order mark; use --encoding utf-16-le or utf-16-be"):
         read(path, encoding="utf-16")
 
 
 @pytest.mark.parametrize("name", ["nonsense", "hex", "rot13", "", "undefined", "a\0b"])
-def test_encoding_that_is_none(name: str) -> None:
+def test_unknown_encoding_is_an_error(name: str) -> None:
     with pytest.raises(DataError, match=f"--encoding {name}: unknown"):
         streams.check_encoding(name)
 
 
 @pytest.mark.usefixtures("any_block_size")
-def test_jsonl(tmp_path: Path) -> None:
+def test_json_lines_are_read(tmp_path: Path) -> None:
     lines = [json.dumps({"text": text, "n": 1}) for text in ["one\r\ntwo", "", "🚀"]]
     path = write(tmp_path / "a.jsonl", codecs.BOM_UTF8 + "\n\r\n\n".join(lines).encode())
     assert read(path) == ["one\ntwo", "", "🚀"]
@@ -213,12 +215,12 @@ BAD_LINES = [
     (b"{", "not valid JSON"),
     (b"not json", "not valid JSON"),
     (b"[" * 100_000, "not valid JSON"),
-    (b'"text"', "a JSON object expected, str found"),
+    (b'"text"', "expected a JSON object, found str"),
     (b'{"body": "x", "id": 1}', r"no text under 'text' \(--text-key\); keys here: body, id"),
-    (b'{"text": null}', r"'text' \(--text-key\) is NoneType, a text expected"),
-    (b'{"text": ["x"]}', r"'text' \(--text-key\) is list, a text expected"),
+    (b'{"text": null}', r"'text' \(--text-key\) is NoneType, expected a string"),
+    (b'{"text": ["x"]}', r"'text' \(--text-key\) is list, expected a string"),
     (b'{"text": "\xff"}', r"byte 28 is 0xFF: not UTF-8"),
-    (b'{"text": "a\\ud800"}', "character 1 of the text is half of a surrogate pair"),
+    (b'{"text": "a\\ud800"}', "character 1 of the text is a lone surrogate"),
 ]
 
 
@@ -234,16 +236,16 @@ def test_bad_jsonl_line_is_named_or_skipped(tmp_path: Path, line: bytes, message
     if b"\xff" in line or b"\\ud800" in line:
         assert "\ufffd" in read(path, on_error="replace")[1]
     else:
-        with pytest.raises(DataError, match=r"--on-error skip leaves it out"):
+        with pytest.raises(DataError, match=r"use --on-error skip to skip it"):
             read(path, on_error="replace")
 
 
-def test_surrogate_pairs_of_json_are_characters(tmp_path: Path) -> None:
+def test_surrogate_pairs_in_json_are_characters(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rb'{"text": "\ud83d\ude80 \u00e9"}')
     assert read(path) == ["🚀 é"]
 
 
-def test_another_text_key(tmp_path: Path) -> None:
+def test_text_key_can_be_changed(tmp_path: Path) -> None:
     path = write(tmp_path / "a.ndjson", b'{"body": "x"}')
     assert read(path, text_key="body") == ["x"]
 
@@ -258,8 +260,8 @@ records_strategy = st.lists(st.tuples(st.text(st.characters(exclude_categories=[
 
 @hypothesis_settings
 @given(records=records_strategy, indent=st.sampled_from([None, 0, 2]), ensure_ascii=st.booleans(), size=sizes)
-def test_json_files_of_all_shapes(tmp_path: Path, records, indent, ensure_ascii: bool, size: int) -> None:
-    """A list, objects one after the other, and a single object."""
+def test_json_files_may_be_lists_or_sequences(tmp_path: Path, records, indent, ensure_ascii: bool, size: int) -> None:
+    """A list, a sequence of objects, and a single object."""
     objects = [{"other": other, "text": text} for text, other in records]
     texts = [text.replace("\r\n", "\n").replace("\r", "\n") for text, _ in records]
 
@@ -279,21 +281,21 @@ def test_json_files_of_all_shapes(tmp_path: Path, records, indent, ensure_ascii:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'[{"text": "x"}', "the list has no end, at character 14"),
-        (b'[{"text": "x"}] 1', "more text after the list, at character 16"),
+        (b'[{"text": "x"}', "the list is not closed, at character 14"),
+        (b'[{"text": "x"}] 1', "unexpected text after the list, at character 16"),
         (b'[{"text": "x"}, {"text": ]', "Expecting value, at character 25"),
         (b'[{"text": "x"}, {"text": "y]', "Unterminated string starting at, at character 25"),
         (b'{\n"text": "x"} {"text": "y"', "Expecting ',' delimiter, at character"),
-        (b'[{"text": 3}]', r"record 0: 'text' \(--text-key\) is int, a text expected"),
-        (b'[{"text": "x"}, 3]', "record 1: a JSON object expected, int found"),
+        (b'[{"text": 3}]', r"record 0: 'text' \(--text-key\) is int, expected a string"),
+        (b'[{"text": "x"}, 3]', "record 1: expected a JSON object, found int"),
         (b'{\n"data": [1]}', r"record 0: no text under 'text' \(--text-key\); keys here: data"),
         (b'["x", "\xff"]', "byte 7 is 0xFF: not UTF-8 "),
         (codecs.BOM_UTF8 + '["é",\n'.encode() + b'{"text": "\xf0\x9f\x9a"}]', "byte 20 is 0xF0: not UTF-8 "),
-        ('["x"]'.encode("utf-16"), r"byte 0 is 0xFF: not UTF-8, but perhaps UTF-16 \(--encoding utf-16\)"),
-        (b'["\\ud800"]', "record 0: character 0 of the text is half of a surrogate pair"),
+        ('["x"]'.encode("utf-16"), r"byte 0 is 0xFF: not UTF-8, perhaps UTF-16 \(--encoding utf-16\)"),
+        (b'["\\ud800"]', "record 0: character 0 of the text is a lone surrogate"),
     ],
 )
-def test_bad_json_file(tmp_path: Path, content: bytes, message: str) -> None:
+def test_error_in_a_json_file_names_the_place(tmp_path: Path, content: bytes, message: str) -> None:
     path = write(tmp_path / "bad.json", content)
     with pytest.raises(DataError, match=rf"bad\.json: .*({message})"):
         read(path)
@@ -301,7 +303,7 @@ def test_bad_json_file(tmp_path: Path, content: bytes, message: str) -> None:
 
 @hypothesis_settings
 @given(content=st.lists(st.sampled_from([b"a", b"\xff", b"\xf0", b"\x9f", b"\x9a", b"\xc3", b"\xa9"])), size=sizes)
-def test_bad_bytes_in_json_are_repaired_as_in_text(tmp_path: Path, content: list[bytes], size: int) -> None:
+def test_undecodable_bytes_in_json_are_repaired_as_in_text(tmp_path: Path, content: list[bytes], size: int) -> None:
     text = b"".join(content)
     path = write(tmp_path / "a.json", b'[{"text": "fine"},\n{"text": "' + text + b'"}]')
     counts: Counter[str] = Counter()
@@ -312,7 +314,7 @@ def test_bad_bytes_in_json_are_repaired_as_in_text(tmp_path: Path, content: list
         assert read(path, on_error="skip") == (["fine"] if is_bad else ["fine", text.decode()])
 
 
-def test_json_lines_by_the_name_of_json_are_cut_like_json_lines(tmp_path: Path) -> None:
+def test_json_file_with_json_lines_is_split_like_json_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", b'\n{"text": "one"}\n{"text": "two"}\n')
     (block, _), *more = FileSource(InputFile.open(path)).read_blocks(ReadOptions())
     assert isinstance(block, JsonLinesBlock) and not more
@@ -320,7 +322,7 @@ def test_json_lines_by_the_name_of_json_are_cut_like_json_lines(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("document_per", UNITS)
-def test_blocks_end_within_the_file_and_in_order(tmp_path: Path, document_per: str) -> None:
+def test_ends_of_blocks_ascend_to_the_end_of_the_file(tmp_path: Path, document_per: str) -> None:
     path = write(tmp_path / "a.txt", "é one\n\ntwo\n\nthree".encode() * 20)
     with block_size(9):
         source = FileSource(InputFile.open(path))

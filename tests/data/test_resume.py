@@ -1,4 +1,4 @@
-"""A preparation that is killed goes on where it was, to the same bytes; one that fails leaves nothing half-written."""
+"""Tests that a killed preparation resumes and gives the same bytes, and that a failed one leaves no partial files."""
 
 import errno
 import gzip
@@ -30,7 +30,7 @@ from data.source import TokenSource
 
 REPOSITORY = Path(__file__).parents[2]
 KINDS = ("bin", "idx")
-# The command with small blocks, and a journal entry after each task.
+# The command with small blocks, writing the journal after each task.
 DRIVER = """
 import sys
 from data import blocks, prepare
@@ -46,7 +46,7 @@ def folder_content(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def corpus(tmp_path: Path, texts: list[str]) -> Path:
-    """A file of each way of reading."""
+    """Files of every type that is read differently."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     parts = [texts[start::5] for start in range(5)]
@@ -63,7 +63,7 @@ def corpus(tmp_path: Path, texts: list[str]) -> Path:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 2000)
-    monkeypatch.setattr(blocks, "_ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(blocks, "_ROWS_PER_BATCH", 4)
     monkeypatch.setattr(prepare, "_SECONDS_BETWEEN_SAVES", 0.0)
 
 
@@ -74,7 +74,7 @@ def make_options(corpus: Path, tokenizer_path: Path, **changes: Any) -> prepare.
 
 @contextmanager
 def interrupted_after(num_tasks: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The preparation is interrupted when that many tasks have come."""
+    """Interrupts the preparation after this many tasks."""
 
     def few_tasks(*arguments: Any) -> Iterator[Any]:
         for number, result in enumerate(map_tasks(*arguments)):
@@ -89,7 +89,9 @@ def interrupted_after(num_tasks: int, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_interrupted_at_every_place(corpus: Path, tokenizer_path: Path, monkeypatch, capsys) -> None:
+def test_preparation_interrupted_anywhere_resumes_to_the_same_bytes(
+    corpus: Path, tokenizer_path: Path, monkeypatch, capsys
+) -> None:
     whole = make_options(corpus, tokenizer_path, output=corpus.parent / "whole")
     prepare.prepare(whole)
     expected = folder_content(whole.output)
@@ -107,17 +109,17 @@ def test_interrupted_at_every_place(corpus: Path, tokenizer_path: Path, monkeypa
         capsys.readouterr()
         prepare.prepare(options)
         if stop > 0:
-            assert "going on after" in capsys.readouterr().out
+            assert "resuming after" in capsys.readouterr().out
         assert folder_content(options.output) == expected
 
 
 @pytest.mark.usefixtures("small_steps")
 @pytest.mark.parametrize("change", ["val_fraction", "input", "middle_of_large_input", "tokenizer"])
-def test_another_preparation_starts_afresh(
+def test_preparation_with_other_input_or_options_starts_from_scratch(
     corpus: Path, tokenizer_path: Path, monkeypatch, capsys, change: str
 ) -> None:
     monkeypatch.setattr(files, "_FINGERPRINT_WHOLE_BYTES", 0)
-    monkeypatch.setattr(files, "_FINGERPRINT_PIECE_BYTES", 1)
+    monkeypatch.setattr(files, "_SAMPLE_BYTES", 1)
     with interrupted_after(6, monkeypatch):
         prepare.prepare(make_options(corpus, tokenizer_path))
     changes: dict[str, Any] = {}
@@ -132,18 +134,18 @@ def test_another_preparation_starts_afresh(
         content = bytearray((corpus / "e.jsonl").read_bytes())
         content[content.index(b"ka", len(content) // 2)] = ord("x")
         (corpus / "e.jsonl").write_bytes(content)
-        assert files.fingerprint_file(corpus / "e.jsonl") == before  # of which it sees a few bytes only
+        assert files.fingerprint_file(corpus / "e.jsonl") == before  # it covers only a few bytes
     capsys.readouterr()
     options = make_options(corpus, tokenizer_path, **changes)
     prepare.prepare(options)
-    assert "going on after" not in capsys.readouterr().out
+    assert "resuming after" not in capsys.readouterr().out
     again = make_options(corpus, tokenizer_path, **changes, output=corpus.parent / "again")
     prepare.prepare(again)
     assert folder_content(options.output) == folder_content(again.output)
 
 
 @pytest.mark.usefixtures("small_steps")
-def test_trained_tokenizer_is_kept(corpus: Path, tokenizer_path: Path, monkeypatch) -> None:
+def test_trained_tokenizer_is_kept_for_the_resume(corpus: Path, tokenizer_path: Path, monkeypatch) -> None:
     options = make_options(corpus, tokenizer_path, tokenizer=None, vocab_size=400)
     original = prepare._write_shards
 
@@ -172,24 +174,26 @@ def test_trained_tokenizer_is_kept(corpus: Path, tokenizer_path: Path, monkeypat
             lambda path: [
                 shutil.copy(path.with_name(f"train-00001.{kind}"), path.with_suffix(f".{kind}")) for kind in KINDS
             ],
-            r"train: [\d,]+ tokens in the shards, [\d,]+ were written",
+            r"train: [\d,]+ tokens in the shards, but [\d,]+ were written",
         ),
     ],
 )
-def test_damage_of_an_unfinished_preparation_is_said(
+def test_damage_in_an_unfinished_preparation_is_reported(
     corpus: Path, tokenizer_path: Path, monkeypatch, damage, message: str
 ) -> None:
     options = make_options(corpus, tokenizer_path)
     with interrupted_after(6, monkeypatch):
         prepare.prepare(options)
     damage(corpus.parent / "out.partial" / "train" / "train-00000.bin")
-    with pytest.raises(DataError, match=rf"{message}; remove .*out\.partial to begin again"):
+    with pytest.raises(DataError, match=rf"{message}; remove .*out\.partial to start again"):
         prepare.prepare(options)
     assert not options.output.exists()
 
 
-def test_killed_at_random_moments(corpus: Path, tokenizer_path: Path, texts: list[str]) -> None:
-    """SIGKILL in real processes, at any moment after the first journal entry, until the command gets through."""
+def test_preparation_killed_at_random_moments_resumes_to_the_same_bytes(
+    corpus: Path, tokenizer_path: Path, texts: list[str]
+) -> None:
+    """Real processes are killed with SIGKILL at random moments after the journal was written."""
     with (corpus / "e.jsonl").open("a") as file:
         for number in range(60_000):
             file.write("\n" + json.dumps({"text": f"{number} {texts[number % len(texts)]}"}))
@@ -208,7 +212,7 @@ def test_killed_at_random_moments(corpus: Path, tokenizer_path: Path, texts: lis
                 time.sleep(0.01)
             time.sleep(moments.uniform(0, 0.1))
             process.kill()
-            process.stdout.read()  # ends when the last worker has let go of it
+            process.stdout.read()  # returns when the last worker has closed the pipe
         num_kills += process.returncode == -signal.SIGKILL
         assert process.returncode == -signal.SIGKILL or output.exists()
         with pytest.raises(DataError):
@@ -216,13 +220,13 @@ def test_killed_at_random_moments(corpus: Path, tokenizer_path: Path, texts: lis
         assert not output.exists() or folder_content(output) == folder_content(whole)
     assert num_kills >= 2
     result = subprocess.run([*command, str(output)], cwd=REPOSITORY, check=True, timeout=100, capture_output=True)
-    assert b"going on after" in result.stdout or b"nothing to do" in result.stdout
+    assert b"resuming after" in result.stdout or b"nothing to do" in result.stdout
     assert folder_content(output) == folder_content(whole)
     assert not journal.parent.exists()
 
 
-def test_full_disk_is_one_line_and_leaves_nothing(corpus: Path, tokenizer_path: Path) -> None:
-    """A limit of the size of files stands for the disk: what is written beyond it fails in the same place."""
+def test_full_disk_is_reported_in_one_line_and_leaves_no_files(corpus: Path, tokenizer_path: Path) -> None:
+    """Simulated by a limit on file sizes, at which writes fail in the same place."""
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -244,8 +248,8 @@ def test_full_disk_is_one_line_and_leaves_nothing(corpus: Path, tokenizer_path: 
     assert sorted(path.name for path in corpus.parent.iterdir()) == ["corpus"]
 
 
-def test_forbidden_input_is_one_line(corpus: Path, tokenizer_path: Path, monkeypatch, capsys) -> None:
-    """What the system says to users other than root."""
+def test_unreadable_input_is_reported_in_one_line(corpus: Path, tokenizer_path: Path, monkeypatch, capsys) -> None:
+    """The error is simulated, since root may read any file."""
     forbidden = corpus / "b00.txt"
     original = Path.open
 
@@ -262,7 +266,7 @@ def test_forbidden_input_is_one_line(corpus: Path, tokenizer_path: Path, monkeyp
 
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("num_saved", [0, 1, 4])
-def test_shard_is_resumed_from_what_was_saved(tmp_path: Path, num_saved: int, closed: bool) -> None:
+def test_shard_is_resumed_after_the_saved_documents(tmp_path: Path, num_saved: int, closed: bool) -> None:
     documents = [np.arange(number) for number in (3, 0, 5, 2, 7)]
     with IndexedShardWriter(tmp_path / "whole", np.dtype("<u2")) as whole:
         for document in documents:
@@ -273,7 +277,7 @@ def test_shard_is_resumed_from_what_was_saved(tmp_path: Path, num_saved: int, cl
             writer.save()
         writer.add_document(document)
     writer.close() if closed else writer.release()
-    for _ in range(2):  # killed and resumed again
+    for _ in range(2):  # killed and resumed twice
         num_tokens = sum(map(len, documents[:num_saved]))
         writer = IndexedShardWriter.resume(tmp_path / "shard", np.dtype("<u2"), num_saved, num_tokens)
         for document in documents[num_saved:]:
@@ -289,11 +293,11 @@ def test_shard_is_resumed_from_what_was_saved(tmp_path: Path, num_saved: int, cl
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_shard_of_which_something_is_missing(tmp_path: Path) -> None:
+def test_resuming_a_shard_with_missing_documents_is_an_error(tmp_path: Path) -> None:
     writer = IndexedShardWriter(tmp_path / "shard", np.dtype("<u2"))
     writer.add_document(np.arange(10))
     writer.save()
     writer.release()
     for num_documents, num_tokens in ((2, 10), (1, 11)):
-        with pytest.raises(DataError, match=r"shard\.bin\.tmp: .* are not all there"):
+        with pytest.raises(DataError, match=r"shard\.bin\.tmp: expected .* tokens; some are missing"):
             IndexedShardWriter.resume(tmp_path / "shard", np.dtype("<u2"), num_documents, num_tokens)

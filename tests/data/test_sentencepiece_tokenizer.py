@@ -1,4 +1,4 @@
-"""SentencePiece: every text comes back byte for byte, and nothing in a text becomes the end of a document."""
+"""Tests that SentencePiece reproduces every text byte for byte and encodes no text as the end of a document."""
 
 import io
 import sys
@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.errors import DataError
+from data.load_tokenizer import load_tokenizer
 from data.sentencepiece_tokenizer import END_OF_DOCUMENT, train_sentencepiece
 from data.tokenizer import Tokenizer
 
-AWKWARD = [
+UNUSUAL_TEXTS = [
     "",
     " ",
     "  two  spaces  ",
@@ -39,31 +40,31 @@ AWKWARD = [
 @pytest.fixture(scope="module", params=["unigram", "bpe"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, texts) -> Tokenizer:
     path = tmp_path_factory.mktemp(request.param) / "tokenizer.model"
-    train_sentencepiece([*texts, *AWKWARD], path, 600, request.param)
-    return Tokenizer.load(path)
+    train_sentencepiece([*texts, *UNUSUAL_TEXTS], path, 600, request.param)
+    return load_tokenizer(path)
 
 
-@pytest.mark.parametrize("text", AWKWARD)
-def test_awkward_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+@pytest.mark.parametrize("text", UNUSUAL_TEXTS)
+def test_unusual_text_is_reproduced(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert all(0 <= token < tokenizer.vocab_size for token in ids)
 
 
 @given(text=st.text(st.characters(exclude_characters="\u2581", exclude_categories=["Cs"])))
-def test_any_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_is_reproduced(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.eod_id not in ids
 
 
-def test_every_character_comes_back(tokenizer: Tokenizer) -> None:
+def test_every_character_is_reproduced(tokenizer: Tokenizer) -> None:
     everything = [chr(code) for code in range(1, sys.maxunicode + 1, 7) if not 0xD800 <= code < 0xE000]
     text = "".join(everything).replace("\u2581", "")
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_interpreters_own_test_files_come_back(tokenizer: Tokenizer) -> None:
+def test_test_files_of_the_interpreter_are_reproduced(tokenizer: Tokenizer) -> None:
     paths = sorted(Path(test.__file__).parent.glob("cjkencodings/*-utf8.txt"))
     if not paths:
         pytest.skip("this interpreter has no test/cjkencodings")
@@ -72,11 +73,11 @@ def test_the_interpreters_own_test_files_come_back(tokenizer: Tokenizer) -> None
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_documented_exception(tokenizer: Tokenizer) -> None:
+def test_space_symbol_is_decoded_as_a_space(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode("a\u2581b")) == "a b"
 
 
-def test_name_of_the_control_piece_is_text(tokenizer: Tokenizer) -> None:
+def test_name_of_the_control_piece_is_encoded_as_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(f"{END_OF_DOCUMENT} x {END_OF_DOCUMENT}")
     assert tokenizer.eod_id not in ids
     assert len(ids) > 4
@@ -92,9 +93,9 @@ def test_training_is_reproducible(tmp_path: Path, texts) -> None:
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_long_lines_are_learnt_from(tmp_path: Path) -> None:
+def test_long_lines_are_used_for_training(tmp_path: Path) -> None:
     train_sentencepiece(["characteristically " * 20_000], tmp_path / "model", 285, "bpe")
-    assert len(Tokenizer.load(tmp_path / "model").encode("characteristically")) < 5
+    assert len(load_tokenizer(tmp_path / "model").encode("characteristically")) < 5
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "bpe"])
@@ -107,7 +108,7 @@ def test_long_lines_are_learnt_from(tmp_path: Path) -> None:
         (["\n"], 8192, "no text to train"),
     ],
 )
-def test_corpus_that_does_not_fit(
+def test_unsuitable_corpus_is_reported_in_one_line(
     tmp_path: Path, capfd, model_type: str, corpus: list[str], vocab_size: int, message: str
 ) -> None:
     with pytest.raises(DataError, match=message) as error:
@@ -117,31 +118,31 @@ def test_corpus_that_does_not_fit(
     assert not (tmp_path / "model").exists()
 
 
-def test_files_that_are_no_tokenizer(tmp_path: Path, capfd) -> None:
+def test_invalid_tokenizer_files_are_an_error(tmp_path: Path, capfd) -> None:
     with pytest.raises(DataError, match="no such file"):
-        Tokenizer.load(tmp_path / "absent.model")
+        load_tokenizer(tmp_path / "absent.model")
     for content in (b"", b"not a model", bytes(range(256)), b'{"model": {}}', b"{}", b"{"):
         (tmp_path / "bad.model").write_bytes(content)
         with pytest.raises(DataError, match=r"bad\.model"):
-            Tokenizer.load(tmp_path / "bad.model")
+            load_tokenizer(tmp_path / "bad.model")
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_folder_stands_for_the_tokenizer_in_it(tokenizer_path: Path, tmp_path: Path) -> None:
-    assert Tokenizer.load(tokenizer_path.parent).sha256 == Tokenizer.load(tokenizer_path).sha256
+def test_folder_is_loaded_as_the_tokenizer_in_it(tokenizer_path: Path, tmp_path: Path) -> None:
+    assert load_tokenizer(tokenizer_path.parent).sha256 == load_tokenizer(tokenizer_path).sha256
     with pytest.raises(DataError, match=r"no tokenizer\.json, tokenizer\.model"):
-        Tokenizer.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
-def test_model_without_an_end_of_sentence_piece(tmp_path: Path) -> None:
+def test_model_without_an_end_of_sentence_piece_needs_an_eod_token(tmp_path: Path) -> None:
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["a few words"] * 9), model_writer=model, vocab_size=12, eos_id=-1, minloglevel=4
     )
     (tmp_path / "a.model").write_bytes(model.getvalue())
-    tokenizer = Tokenizer.load(tmp_path / "a.model")
+    tokenizer = load_tokenizer(tmp_path / "a.model")
     assert tokenizer.eod_id is None
-    with pytest.raises(DataError, match=r"a\.model: which token ends a document is not clear.*--eod-token"):
+    with pytest.raises(DataError, match=r"a\.model: the end-of-document token is not known.*--eod-token"):
         tokenizer.choose_eod_id(None)
     assert tokenizer.choose_eod_id("<s>") == tokenizer.find_id("<s>")
     with pytest.raises(DataError, match=r"--eod-token <other>: .*a\.model has no such token"):

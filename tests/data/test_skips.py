@@ -1,4 +1,4 @@
-"""Left-out samples against lists that are built the long way."""
+"""Tests of skipped samples against explicit lists."""
 
 import numpy as np
 from hypothesis import given
@@ -16,7 +16,7 @@ def kept_places(ranges: list[list[int]]) -> list[int]:
 
 
 @given(RANGES)
-def test_places_are_those_that_no_range_holds(ranges: list[list[int]]) -> None:
+def test_places_are_those_outside_all_ranges(ranges: list[list[int]]) -> None:
     skipped = SkippedSamples.of(ranges)
     expected = kept_places(ranges)
     assert skipped.places(np.arange(len(expected))).tolist() == expected
@@ -28,13 +28,13 @@ def test_places_are_those_that_no_range_holds(ranges: list[list[int]]) -> None:
 
 
 @given(RANGES, st.integers(0, 250))
-def test_adding_a_range_is_like_having_had_it(ranges: list[list[int]], num_samples: int) -> None:
-    added = SkippedSamples.of(ranges).and_range(10, 10 + num_samples)
+def test_adding_a_range_equals_creating_them_with_it(ranges: list[list[int]], num_samples: int) -> None:
+    added = SkippedSamples.of(ranges).with_range(10, 10 + num_samples)
     assert added == SkippedSamples.of([*ranges, [10, 10 + num_samples]])
 
 
 @given(RANGES, st.integers(0, 200))
-def test_an_order_without_samples_is_the_rest_of_the_order(ranges: list[list[int]], num_samples: int) -> None:
+def test_order_that_skips_samples_equals_the_rest_of_the_order(ranges: list[list[int]], num_samples: int) -> None:
     phases = [Phase(50, (1, 2), (1.0, 2.0)), Phase(90, (0,), (1.0,))]
     whole = SampleOrder([30, 7, 11], [2.0, 1.0], seed=4, later_phases=phases)
     order = whole.skipping(SkippedSamples.of(ranges))

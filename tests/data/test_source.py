@@ -1,4 +1,4 @@
-"""Windows over several shards, and what opening a source checks."""
+"""Tests of windows over several shards, and of the checks when a source is opened."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def write_manifest(folder: Path, names: list[str], split: str = "train") -> Mani
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(shard_tokens=st.lists(st.integers(0, 12), min_size=1, max_size=6), seq_len=st.integers(1, 10))
-def test_windows_are_slices_of_the_shards_laid_end_to_end(
+def test_windows_are_slices_of_the_concatenated_shards(
     write_shard, tmp_path: Path, shard_tokens: list[int], seq_len: int
 ) -> None:
     stops = np.cumsum(shard_tokens).tolist()
@@ -70,7 +70,7 @@ def test_offsets_are_described_within_their_file(write_shard, tmp_path: Path) ->
     assert source.describe_offset(3) == f"{tmp_path / 'c.bin'}: token 0"
 
 
-def test_foreign_pair(write_shard, tmp_path: Path) -> None:
+def test_foreign_pair_is_opened_with_and_without_suffix(write_shard, tmp_path: Path) -> None:
     write_shard("text.v2_document", [[1, 2, 3]])
     for name in ("text.v2_document", "text.v2_document.bin", "text.v2_document.idx"):
         source = TokenSource.open(tmp_path / name)
@@ -78,7 +78,7 @@ def test_foreign_pair(write_shard, tmp_path: Path) -> None:
 
 
 def test_folder_of_foreign_pairs_is_one_source(write_shard, tmp_path: Path) -> None:
-    """In the order of their names, numbers in them by their value; whatever else lies there is left alone."""
+    """Shards are sorted by name, numbers in names by value; other files are ignored."""
     contents = {"part_10_document": [9], "part_2_document": [5, 6], "part_2_document_b": [7, 8], "part_1": [], "x": [1]}
     for name, tokens in contents.items():
         write_shard(name, [tokens], "<i4" if name == "x" else "<u2")
@@ -95,15 +95,17 @@ def test_folder_of_foreign_pairs_is_one_source(write_shard, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("path", [bin_path, idx_path])
-def test_half_of_a_foreign_pair_is_named(write_shard, tmp_path: Path, path) -> None:
+def test_missing_half_of_a_foreign_pair_is_named(write_shard, tmp_path: Path, path) -> None:
     for name in ("a", "b"):
         write_shard(name, [[1]])
     path(tmp_path / "b").unlink()
-    with pytest.raises(DataError, match=rf"{path(tmp_path / 'b')}: no such file; a shard is a .bin and an .idx"):
+    with pytest.raises(
+        DataError, match=rf"{path(tmp_path / 'b')}: no such file; a shard consists of a .bin and an .idx"
+    ):
         TokenSource.open(tmp_path)
 
 
-def test_unfinished_preparation_is_no_foreign_folder(write_shard, tmp_path: Path) -> None:
+def test_unfinished_preparation_is_not_opened_as_a_foreign_folder(write_shard, tmp_path: Path) -> None:
     (tmp_path / "out.partial" / "train").mkdir(parents=True)
     write_shard("out.partial/train/train-00000", [[1]])
     with pytest.raises(DataError, match="an unfinished preparation"):
@@ -114,7 +116,7 @@ def test_unfinished_preparation_is_no_foreign_folder(write_shard, tmp_path: Path
         TokenSource.open(moved / "train")
 
 
-def test_names_and_manifest(write_shard, tmp_path: Path) -> None:
+def test_source_has_the_datasets_name_and_its_manifest(write_shard, tmp_path: Path) -> None:
     for split in ("train", "val"):
         (tmp_path / split).mkdir()
         write_shard(f"{split}/{split}-00000", [[1, 2]])
@@ -134,7 +136,7 @@ def test_folder_above_the_splits_suggests_them(write_shard, tmp_path: Path) -> N
             TokenSource.open(above)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_source_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither a folder"):
         TokenSource.open(tmp_path / "absent")
     with pytest.raises(DataError, match=r"manifest\.json: no such file"):
@@ -154,7 +156,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         (lambda content: content.update(num_tokens=3), "2 tokens in the shards, 3 in the manifest"),
     ],
 )
-def test_damaged_manifest(write_shard, tmp_path: Path, change, message: str) -> None:
+def test_damaged_manifest_is_an_error(write_shard, tmp_path: Path, change, message: str) -> None:
     write_shard("a", [[1, 2]])
     write_manifest(tmp_path, ["a"])
     content = json.loads((tmp_path / MANIFEST_NAME).read_text())
@@ -165,7 +167,7 @@ def test_damaged_manifest(write_shard, tmp_path: Path, change, message: str) -> 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
-def test_manifest_that_is_not_json(tmp_path: Path, text: str) -> None:
+def test_manifest_that_is_not_json_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST_NAME).write_bytes(text.encode("latin-1"))
     with pytest.raises(DataError, match=MANIFEST_NAME):
         Manifest.read(tmp_path)
@@ -179,5 +181,5 @@ def test_missing_shard_is_named(write_shard, tmp_path: Path) -> None:
         TokenSource.open(tmp_path)
 
 
-def test_padded_vocabulary() -> None:
+def test_vocabulary_is_padded_to_a_multiple_of_64() -> None:
     assert [pad_vocab_size(size) for size in (1, 64, 65, 50_257)] == [64, 64, 128, 50_304]

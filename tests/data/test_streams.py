@@ -1,4 +1,4 @@
-"""Compressed files, whole and damaged."""
+"""Tests of reading compressed files, intact and damaged."""
 
 import gzip
 import random
@@ -28,7 +28,7 @@ def read(path: Path, content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstd)])
-def test_one_part_several_parts_and_none(tmp_path: Path, suffix: str, compress) -> None:
+def test_streams_of_one_or_several_parts_and_empty_ones_are_read(tmp_path: Path, suffix: str, compress) -> None:
     path = tmp_path / f"a.txt.{suffix}"
     for content in (CONTENT, b"", b"x"):
         assert read(path, compress(content)) == content
@@ -36,22 +36,22 @@ def test_one_part_several_parts_and_none(tmp_path: Path, suffix: str, compress) 
     assert read(path, b"") == b""
 
 
-def test_zstd_with_a_long_window(tmp_path: Path) -> None:
+def test_zstd_with_a_long_window_is_read(tmp_path: Path) -> None:
     compressed = zstandard.ZstdCompressor(compression_params=LONG_WINDOW).compress(CONTENT)
     assert read(tmp_path / "a.zst", compressed) == CONTENT
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstd)])
-def test_damage_is_said(tmp_path: Path, suffix: str, compress) -> None:
+def test_damaged_file_is_reported(tmp_path: Path, suffix: str, compress) -> None:
     path = tmp_path / f"a.txt.{suffix}"
     whole = compress(CONTENT)
-    for content in (b"no archive", whole[:3], whole[:-5], whole[: len(whole) // 2], whole + b"debris"):
+    for content in (b"not an archive", whole[:3], whole[:-5], whole[: len(whole) // 2], whole + b"trailing bytes"):
         with pytest.raises(DataError, match=rf"a\.txt\.{suffix}: damaged (gzip|zstd) file: \w+"):
             read(path, content)
 
 
 @pytest.mark.parametrize(("suffix", "compress"), [("", bytes), (".gz", gzip.compress), (".zst", zstd)])
-def test_reading_anywhere(tmp_path: Path, suffix: str, compress) -> None:
+def test_compressed_file_is_read_at_random(tmp_path: Path, suffix: str, compress) -> None:
     path = tmp_path / f"a.parquet{suffix}"
     path.write_bytes(compress(CONTENT))
     with open_seekable(InputFile.open(path)) as file:

@@ -1,4 +1,4 @@
-"""Parquet and Arrow: every kind of text column, plain and compressed, and what damaged files say."""
+"""Tests of Parquet and Arrow files: all types of text columns, plain and compressed, and damaged files."""
 
 import gzip
 from collections import Counter
@@ -54,7 +54,7 @@ def read(path: Path, counts: Counter[str] | None = None, **options: str) -> list
     source = FileSource(InputFile.open(path))
     given = ReadOptions(**options)
     found = list(source.read_blocks(given))
-    assert not found or source.size_bytes - 8 <= found[-1][1] <= source.size_bytes  # but for an end mark
+    assert not found or source.size_bytes - 8 <= found[-1][1] <= source.size_bytes  # except for an end marker
     return list(read_documents([block for block, _ in found], given, Counter() if counts is None else counts))
 
 
@@ -63,7 +63,9 @@ def read(path: Path, counts: Counter[str] | None = None, **options: str) -> list
     [(*writer, kind) for writer in WRITERS for kind in KINDS if writer[0] == "arrow" or kind != pa.string_view()],
 )
 @pytest.mark.parametrize("compression", COMPRESSORS)
-def test_every_kind_of_column(tmp_path: Path, suffix: str, write, kind: pa.DataType, compression: str) -> None:
+def test_every_type_of_text_column_is_read(
+    tmp_path: Path, suffix: str, write, kind: pa.DataType, compression: str
+) -> None:
     plain = tmp_path / f"a.{suffix}"
     write(make_table(kind), plain)
     path = tmp_path / f"a.{suffix}{compression}"
@@ -72,23 +74,23 @@ def test_every_kind_of_column(tmp_path: Path, suffix: str, write, kind: pa.DataT
 
 
 @pytest.mark.parametrize(("suffix", "write"), WRITERS)
-def test_table_without_rows(tmp_path: Path, suffix: str, write) -> None:
+def test_table_may_have_no_rows(tmp_path: Path, suffix: str, write) -> None:
     write(make_table(pa.string(), []), tmp_path / f"a.{suffix}")
     assert read(tmp_path / f"a.{suffix}") == []
 
 
 @pytest.mark.parametrize(("suffix", "write"), WRITERS)
-def test_columns_that_do_not_fit(tmp_path: Path, suffix: str, write) -> None:
+def test_missing_and_non_text_columns_are_errors(tmp_path: Path, suffix: str, write) -> None:
     path = tmp_path / f"a.{suffix}"
     write(make_table(pa.string()), path)
     with pytest.raises(DataError, match=rf"a\.{suffix}: no column 'body' \(--text-key\); columns here: id, text"):
         read(path, text_key="body")
-    with pytest.raises(DataError, match=rf"a\.{suffix}: column 'id' \(--text-key\) holds int64, text expected"):
+    with pytest.raises(DataError, match=rf"a\.{suffix}: column 'id' \(--text-key\) has type int64, expected text"):
         read(path, text_key="id")
 
 
 @pytest.mark.parametrize(("suffix", "write"), WRITERS)
-def test_rows_without_text_and_bad_bytes(tmp_path: Path, suffix: str, write) -> None:
+def test_rows_without_text_and_undecodable_bytes_follow_the_error_policy(tmp_path: Path, suffix: str, write) -> None:
     path = tmp_path / f"a.{suffix}"
     values = pa.array([b"one", None, b"t\xffo", b"three"], pa.binary())
     write(pa.table({"text": values}), path)
@@ -104,18 +106,18 @@ def test_rows_without_text_and_bad_bytes(tmp_path: Path, suffix: str, write) -> 
 
 
 @pytest.mark.parametrize(("suffix", "write"), WRITERS)
-def test_columns_of_the_same_name_and_dots_in_names(tmp_path: Path, suffix: str, write) -> None:
+def test_duplicate_column_names_are_an_error_and_dots_are_allowed(tmp_path: Path, suffix: str, write) -> None:
     path = tmp_path / f"a.{suffix}"
     write(pa.table([["x"], ["y"]], names=["text", "text"]), path)
-    with pytest.raises(DataError, match=r"2 columns are called 'text' \(--text-key\); one expected"):
+    with pytest.raises(DataError, match=r"2 columns are called 'text' \(--text-key\); expected one"):
         read(path)
     write(pa.table({"a": [{"text": "inner"}], "a.text": ["outer"]}), path)
     assert read(path, text_key="a.text") == ["outer"]
 
 
 @pytest.mark.parametrize("write", [write_stream, write_random_access])
-def test_rows_that_point_to_nothing(tmp_path: Path, write) -> None:
-    """As in an Arrow file with a changed byte."""
+def test_rows_that_point_outside_the_buffers_are_an_error(tmp_path: Path, write) -> None:
+    """Such rows occur in an Arrow file with a changed byte."""
     offsets, texts = pa.py_buffer(np.array([0, 2, -5, 4], "<i4")), pa.py_buffer(b"abcd")
     column = pa.Array.from_buffers(pa.string(), 3, [None, offsets, texts])
     indices = pa.array([0, 7, 1], pa.int32())
@@ -125,7 +127,7 @@ def test_rows_that_point_to_nothing(tmp_path: Path, write) -> None:
             read(tmp_path / "bad.arrow")
 
 
-def test_damaged_names_of_columns(tmp_path: Path) -> None:
+def test_damaged_column_names_are_an_error(tmp_path: Path) -> None:
     write_stream(pa.table({"text": ["x"], "other column": [1]}), tmp_path / "bad.arrow")
     content = (tmp_path / "bad.arrow").read_bytes()
     (tmp_path / "bad.arrow").write_bytes(content.replace(b"other", b"oth\xf8r"))
@@ -134,7 +136,7 @@ def test_damaged_names_of_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "write"), WRITERS)
-def test_damaged_files(tmp_path: Path, suffix: str, write) -> None:
+def test_damaged_files_are_errors_in_one_line(tmp_path: Path, suffix: str, write) -> None:
     path = tmp_path / f"a.{suffix}"
     write(make_table(pa.string()), path)
     whole = path.read_bytes()

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data.load_tokenizer import load_tokenizer
 from data.sentencepiece_tokenizer import train_sentencepiece
 from data.tokenizer import Tokenizer
 from launch.evaluate import main
@@ -101,14 +102,14 @@ def test_equals_the_exported_models_loss(checkpoint: Path, tmp_path: Path, capsy
     assert result["num_tokens"] == ids.shape[1] - 1
     assert result["loss"] == pytest.approx(total / (ids.shape[1] - 1), rel=1e-5)
     assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
-    first = Tokenizer.load(checkpoint / "tokenizer.model").decode(ids[0, :1].tolist())
+    first = load_tokenizer(checkpoint / "tokenizer.model").decode(ids[0, :1].tolist())
     assert result["num_bytes"] == len(TEXT.encode()) - len(first.encode())
     assert result["bits_per_byte"] == pytest.approx(total / result["num_bytes"] / math.log(2), rel=1e-5)
     assert result["byte_perplexity"] == pytest.approx(math.exp(total / result["num_bytes"]), rel=1e-5)
 
 
 def test_a_long_text_is_encoded_in_parts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, text = Tokenizer.load(checkpoint / "tokenizer.model"), TEXT * 100
+    tokenizer, text = load_tokenizer(checkpoint / "tokenizer.model"), TEXT * 100
     whole = tokenizer.encode(text)
     lengths = []
 
@@ -183,7 +184,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 def test_lm_eval_takes_the_exported_folder(checkpoint: Path, model: GPT, tmp_path: Path) -> None:
     """A local task whose right answers are what the model itself finds most likely: accuracy 1."""
     pytest.importorskip("lm_eval", reason="lm-eval is not among the dev packages; pip install lm-eval runs this")
-    tokenizer = Tokenizer.load(checkpoint / "tokenizer.model")
+    tokenizer = load_tokenizer(checkpoint / "tokenizer.model")
     questions = []
     for question in ("kan sel", "mir lot kan", "sat ler", "lin mon"):
         choices = [" kan", " sel mir", " lot"]

@@ -23,8 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from data.load_tokenizer import load_tokenizer
 from data.sentencepiece_tokenizer import train_sentencepiece
-from data.tokenizer import Tokenizer
 from launch.checkpoint.files import find_checkpoint, read_state
 from launch.cli import byte_size, new_folder
 from launch.export import main
@@ -207,7 +207,7 @@ def tokenizer_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     # Only with its own code can a unigram tokenizer know long runs of one character: see launch/hf/tokenizer.py.
     more = AWKWARD if own_code else [text for text in AWKWARD if len(text) < 1000]
     train_sentencepiece([*lines, *more], folder / "tokenizer.model", 600, kind)
-    ours = Tokenizer.load(folder / "tokenizer.model")
+    ours = load_tokenizer(folder / "tokenizer.model")
     model = make_model(vocab_size=640)
     checkpoint = save_model(model, folder / "checkpoint", tokenizer=folder / "tokenizer.model")
     export(checkpoint, folder / "out")
@@ -268,7 +268,7 @@ def test_a_tokenizer_json_is_tokenised_alike_and_adds_nothing(tmp_path: Path) ->
     fast.save(str(tmp_path / "tokenizer.json"))
     model = make_model(vocab_size=320)
     export(save_model(model, tmp_path / "checkpoint", tokenizer=tmp_path / "tokenizer.json"), tmp_path / "out")
-    ours, theirs = Tokenizer.load(tmp_path / "tokenizer.json"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours, theirs = load_tokenizer(tmp_path / "tokenizer.json"), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs.bos_token_id == theirs.eos_token_id == 0
     for text in [*AWKWARD, "<s> a <|endoftext|>"]:
         assert theirs(text)["input_ids"] == ours.encode(text)
@@ -289,7 +289,7 @@ def test_a_sentencepiece_model_that_cannot_be_converted(tmp_path: Path, capsys: 
     assert "note: load the tokenizer with trust_remote_code=True" in capsys.readouterr().err
     assert "only unigram and bpe models" in (tmp_path / "out/README.md").read_text()
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    ours = Tokenizer.load(tmp_path / "words.model")
+    ours = load_tokenizer(tmp_path / "words.model")
     for text in ("the people", "peace of  unknown land "):
         assert theirs(text)["input_ids"] == ours.encode(text)
 
@@ -306,7 +306,7 @@ def test_a_real_run(trained: Path, tmp_path: Path) -> None:
     assert finished.code == 0, finished.errors
     assert finished.errors == ""
     model, checkpoint = load_model(trained, torch.device("cpu"), torch.float32)
-    ours, theirs = Tokenizer.load(checkpoint / "tokenizer.model"), AutoTokenizer.from_pretrained(out)
+    ours, theirs = load_tokenizer(checkpoint / "tokenizer.model"), AutoTokenizer.from_pretrained(out)
     twin = load(out)
     assert model.config.vocab_size == 448  # 390, padded
     assert twin.generation_config.suppress_tokens == list(range(390, 448))

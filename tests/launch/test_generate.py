@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from data.load_tokenizer import load_tokenizer
 from data.manifest import Manifest
-from data.tokenizer import Tokenizer
 from launch.checkpoint.files import CONFIG, find_checkpoint, read_config
 from launch.generate import main
 from launch.inference.load_model import load_model
@@ -52,7 +52,7 @@ def test_a_seed_decides_the_sample(trained: Path, capsys: pytest.CaptureFixture[
 
 def test_cached_decoding_equals_the_full_forward(trained: Path) -> None:
     model, checkpoint = load_model(trained, torch.device("cpu"), torch.float32)
-    tokens = Tokenizer.load(checkpoint / "tokenizer.model").encode("Congress shall make")
+    tokens = load_tokenizer(checkpoint / "tokenizer.model").encode("Congress shall make")
     greedy = list(tokens)
     with torch.no_grad():
         for _ in range(20):
@@ -64,7 +64,7 @@ def test_a_text_ends_at_the_id_that_ended_the_training_documents(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = find_checkpoint(trained)
-    tokenizer = Tokenizer.load(checkpoint / "tokenizer.model")
+    tokenizer = load_tokenizer(checkpoint / "tokenizer.model")
     manifest = Manifest.read(trained.parents[1] / "shards/train")
     assert read_config(checkpoint).data.eod_id == manifest.eod_id
     # As if the documents had ended with a token that the text has in its middle, not with the tokenizer's own one.

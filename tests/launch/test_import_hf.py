@@ -25,9 +25,9 @@ from transformers import (
 
 from configs.errors import ConfigError
 from configs.schema import ModelConfig, resolve_model
+from data.load_tokenizer import load_tokenizer
 from data.sentencepiece_tokenizer import train_sentencepiece
 from data.source import TokenSource
-from data.tokenizer import Tokenizer
 from launch.hf.architecture import from_hf_config
 from launch.hf.export import export
 from launch.hf.import_model import import_model
@@ -149,8 +149,8 @@ def test_the_tokenizer_comes_along_and_the_model_continues_text(tmp_path: Path) 
     finished = python("-m", "launch.import_hf", tmp_path / "out", tmp_path / "again")
     assert finished.code == 0, finished.errors
     assert "LlamaForCausalLM" in finished.output
-    ours = Tokenizer.load(tmp_path / "tokenizer.model")
-    assert Tokenizer.load(tmp_path / "again/tokenizer.model").sha256 == ours.sha256
+    ours = load_tokenizer(tmp_path / "tokenizer.model")
+    assert load_tokenizer(tmp_path / "again/tokenizer.model").sha256 == ours.sha256
     outputs = [
         python("-m", "launch.generate", tmp_path / name, "--prompt", "kan sel", "--temperature", "0").output
         for name in ("checkpoint", "again")
@@ -446,7 +446,7 @@ def test_gguf(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = load(tmp_path / "out").logits(tokens_BT)
         torch.testing.assert_close(logits, foreign(tokens_BT).logits, rtol=1e-5, atol=1e-5)
-    tokenizer = Tokenizer.load(tmp_path / "out/tokenizer.json")
+    tokenizer = load_tokenizer(tmp_path / "out/tokenizer.json")
     assert tokenizer.eod_id == 95
     assert tokenizer.decode(tokenizer.encode("ab 12")) == "ab 12"
 

@@ -171,7 +171,7 @@ def test_what_is_wrong_on_one_node_alone(nodes: list[Node], config: dict[str, An
     assert "Traceback" not in first.errors
     lines = first.errors.splitlines()
     assert lines[:3] == [
-        f"error: node 1 ({HOST}): data.sources.0.path: shards/train: neither a folder of shards nor the name "
+        f"error: node 1 ({HOST}): data.sources.0.path: shards/train: neither a folder of shards nor the prefix "
         "of a .bin/.idx pair",
         f"error: node 2 ({HOST}): optim.lrr: unknown key; did you mean optim.lr?",
         f"error: node 0 ({HOST}): run.dir: 0.001 GB are free, and 3 checkpoints of 0.000444 GB "
