@@ -1,1 +1,1 @@
-"""The network in pure PyTorch: what it computes, and what each of its parameters is."""
+"""The network in pure PyTorch, and the role of each of its parameters."""

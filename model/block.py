@@ -1,4 +1,4 @@
-"""One transformer block with norms before its layers, as in Llama.
+"""A pre-norm transformer block, as in Llama.
 
 Shapes: B batch, T time, D model width.
 """

@@ -1,11 +1,11 @@
-"""Cross-entropy of a linear output head without the logits of the whole batch.
+"""Cross-entropy of a linear output head that never materialises the logits of the whole batch.
 
-The tokens are processed in chunks. When gradients are needed, each chunk's gradients with respect to its
-hidden states and to the head's weight are computed in the forward pass, while its logits are at hand, so
-nothing is recomputed and the backward pass only scales by the upstream gradient (Hsu et al., Liger Kernel,
-arXiv 2410.10989).
+The tokens are processed in chunks. When gradients are needed, the forward pass also computes each chunk's
+gradients with respect to its hidden states and to the head's weight, while the chunk's logits are in memory.
+So nothing is recomputed, and the backward pass only multiplies by the upstream gradient (Hsu et al., Liger
+Kernel, arXiv 2410.10989).
 
-Shapes: N tokens, C tokens of a chunk, D model width, V vocabulary.
+Shapes: N tokens, C tokens in a chunk, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100
 
-# Bytes of a chunk's fp32 logits; with copies in the compute dtype, up to twice as much is alive at once. Every
-# chunk reads and writes the whole weight gradient, so a chunk should hold several hundred tokens: it has 512
-# for a vocabulary of 131,072, and 2,048 for 32,768.
+# Size of a chunk's fp32 logits; with copies in the compute dtype, up to twice as much is allocated at once. Every
+# chunk reads and writes the whole weight gradient, so a chunk should hold several hundred tokens: it holds 512
+# with a vocabulary of 131,072 and 2,048 with one of 32,768.
 MAX_CHUNK_BYTES = 256 * 2**20
 
 
@@ -31,26 +31,26 @@ def linear_cross_entropy(
     z_loss_weight: float = 0.0,
     max_chunk_bytes: int = MAX_CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums of the cross-entropy and z-loss of softmax(hidden weightᵀ) over targets other than `IGNORE_INDEX`.
+    """Returns the summed cross-entropy and z-loss of softmax(hidden weightᵀ), skipping `IGNORE_INDEX` targets.
 
-    With lse = logsumexp of a token's logits, cross-entropy is lse - logits[target] and z-loss is lse²
-    (PaLM, arXiv 2204.02311, section 5). Products have the inputs' dtype, or autocast's where it is on; the
-    softmax and all sums are in fp32.
+    With lse = logsumexp of a token's logits, the cross-entropy is lse - logits[target] and the z-loss is lse²
+    (PaLM, arXiv 2204.02311, section 5). Matrix products run in the inputs' dtype, or in autocast's where it is
+    enabled; the softmax and all sums are computed in fp32.
 
     Args:
-        hidden_ND: the head's inputs.
-        weight_VD: the head's matrix.
-        targets_N: token ids, or `IGNORE_INDEX`.
-        z_loss_weight: weight of the z-loss in the objective.
-        max_chunk_bytes: size of a chunk's fp32 logits; a chunk has at least one token.
+        hidden_ND: The head's inputs.
+        weight_VD: The head's weight matrix.
+        targets_N: Token ids, or `IGNORE_INDEX`.
+        z_loss_weight: Weight of the z-loss in the objective.
+        max_chunk_bytes: Maximum size of a chunk's fp32 logits; a chunk has at least one token.
 
     Returns:
-        Three fp32 scalars: objective = cross-entropy + z_loss_weight * z-loss, which has gradients; and the
-        cross-entropy and the z-loss, which have none. All are sums: 0 if every target is ignored.
+        Three fp32 scalars: the objective, cross-entropy + z_loss_weight * z-loss, which is differentiable, and the
+        cross-entropy and the z-loss, which are not. All are sums: 0 if every target is ignored.
     """
     device_type = hidden_ND.device.type
     compute_dtype = hidden_ND.dtype
-    # The meta device has no autocast, and asking whether it is on is an error.
+    # The meta device has no autocast, and querying it raises an error.
     if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         compute_dtype = torch.get_autocast_dtype(device_type)
     chunk_size = max(1, max_chunk_bytes // (4 * weight_VD.shape[0]))
@@ -95,9 +95,9 @@ def _sums_and_gradients(
     compute_dtype: torch.dtype,
     needs_gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Summed cross-entropy, summed z-loss, and the objective's gradients with respect to hidden and weight.
+    """Returns the summed cross-entropy, the summed z-loss, and the objective's gradients for hidden and weight.
 
-    Neither ids nor sums leave the device: no host synchronisation.
+    Ids and sums stay on the device, so there is no host synchronisation.
     """
     cross_entropy = torch.zeros((), device=hidden_ND.device)
     z_loss = torch.zeros((), device=hidden_ND.device)
@@ -113,7 +113,7 @@ def _sums_and_gradients(
         targets_C1 = targets_N[chunk].unsqueeze(1).where(is_target_C1, 0)
         target_logits_C1 = logits_CV.gather(1, targets_C1)
 
-        # In place, so that one fp32 matrix becomes, in turn, logits, exponentials and gradient.
+        # In place, so that one fp32 matrix holds the logits, then their exponentials, then the gradient.
         max_C1 = logits_CV.amax(1, keepdim=True)
         exp_CV = logits_CV.sub_(max_C1).exp_()
         exp_sum_C1 = exp_CV.sum(1, keepdim=True)

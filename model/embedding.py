@@ -1,4 +1,4 @@
-"""The two ends of the network that know the vocabulary: token embedding and output head.
+"""The two layers that depend on the vocabulary: the token embedding and the output head.
 
 Shapes: B batch, T time, D model width, V vocabulary.
 """
@@ -14,7 +14,7 @@ from model.parameters import Kind, ParameterSpec
 
 
 class Embedding(nn.Embedding):
-    """One row per token id. Its values are undefined until `initialise` or a checkpoint sets them."""
+    """A table with one row per token id, undefined until `initialise` or a checkpoint sets it."""
 
     weight: nn.Parameter
 
@@ -23,18 +23,17 @@ class Embedding(nn.Embedding):
         self.init_std = init_std
 
     def reset_parameters(self) -> None:
-        """Leaves the weight as allocated: construction draws no random numbers."""
+        """Does nothing, so that construction draws no random numbers."""
 
     def parameter_specs(self) -> dict[str, ParameterSpec]:
         return {"weight": ParameterSpec(Kind.EMBEDDING, init_std=self.init_std)}
 
 
 class OutputHead(nn.Module):
-    """Scores of the next token, or their cross-entropy.
+    """Computes the logits of the next token, or their cross-entropy.
 
-    The loss is computed inside the module, not from its weight outside, so that hooks which gather a
-    sharded weight around `forward` (ZeRO-3) work. A tied head holds the embedding's Parameter and leaves
-    its role to the embedding.
+    The loss is computed inside the module, so that hooks that gather a sharded weight around `forward`
+    (ZeRO-3) work. A tied head holds the embedding's Parameter, whose role the embedding declares.
     """
 
     def __init__(self, vocab_size: int, dim: int, init_std: float, tied_weight: nn.Parameter | None = None) -> None:
@@ -49,7 +48,7 @@ class OutputHead(nn.Module):
     def forward(
         self, hidden_BTD: Tensor, targets_BT: Tensor | None = None, z_loss_weight: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """Logits (B, T, V) without targets; with them the three sums of `linear_cross_entropy`."""
+        """Returns the logits (B, T, V), or, given targets, the three sums of `linear_cross_entropy`."""
         if targets_BT is None:
             return F.linear(hidden_BTD, self.weight)
         return linear_cross_entropy(hidden_BTD.flatten(0, 1), self.weight, targets_BT.flatten(), z_loss_weight)

@@ -1,4 +1,4 @@
-"""SwiGLU feed-forward layer (Shazeer, arXiv 2002.05202).
+"""The SwiGLU feed-forward layer (Shazeer, arXiv 2002.05202).
 
 Shapes: B batch, T time, D model width.
 """

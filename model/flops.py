@@ -1,4 +1,4 @@
-"""Floating-point operations of training, from the configuration alone."""
+"""The FLOPs of training, computed from the model's configuration."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from model.attention.mla import latent_sizes
 
 
 def num_matmul_parameters(config: ModelConfig) -> int:
-    """Weights that multiply every token: all matrices of the blocks and the output head, tied or not.
+    """Returns the number of weights that multiply every token: the blocks' matrices and the output head, tied or not.
 
-    The embedding is a look-up, not a product.
+    The embedding is a look-up, not a matrix product.
     """
     assert config.ffn_dim is not None, "the configuration must be resolved"
     assert config.vocab_size is not None, "the vocabulary size must be known"
@@ -18,27 +18,28 @@ def num_matmul_parameters(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Matrix-product FLOPs per token of one forward and backward pass (PaLM, arXiv 2204.02311, appendix B).
+    """Returns the matrix-product FLOPs per token of a forward and backward pass (PaLM, arXiv 2204.02311, appendix B).
 
-    Counted: 2 FLOPs per weight and token forward and 4 backward; and the two products of attention (queries
-    with keys, probabilities with values) over the visible positions, forward once and backward twice. A
-    causal token sees (seq_len + 1) / 2 positions on average; PaLM counts all seq_len.
-    Not counted: norms, softmax, rotation and other elementwise work (so of the options of attention only the
-    gate's matrix counts; not its product with the output, nor softcap, Scalable-Softmax or a sink), the
-    optimizer, recomputation (by activation checkpointing or inside attention), and zeros that only pad heads or
-    positions for a kernel.
+    The count includes 2 FLOPs per weight and token in the forward pass and 4 in the backward pass, and the two
+    products of attention (queries with keys, probabilities with values) over the visible positions, once in the
+    forward pass and twice in the backward pass. With a causal mask a token sees (seq_len + 1) / 2 positions on
+    average; PaLM counts all seq_len.
+
+    It excludes norms, softmax, rotation and other elementwise work, the optimizer, recomputation (by activation
+    checkpointing or inside attention), and the zeros that pad heads or positions for a kernel. Of the attention
+    options, only the gate's matrix counts: not its product with the output, softcap, Scalable-Softmax or a sink.
 
     Args:
-        config: resolved sizes with a vocabulary size.
-        seq_len: tokens of a sequence.
+        config: Resolved sizes, including the vocabulary size.
+        seq_len: Number of tokens in a sequence.
     """
-    # 3 passes x 2 FLOPs x (seq_len + 1) / 2 positions x the widths of all heads in the two products
+    # 3 passes x 2 FLOPs x (seq_len + 1) / 2 positions x the width of all heads in both products
     attention = 3 * config.num_layers * config.num_heads * sum(_head_widths(config)) * (seq_len + 1)
     return 6 * num_matmul_parameters(config) + attention
 
 
 def _attention_parameters(config: ModelConfig) -> int:
-    """Weights of the matrices of one attention layer."""
+    """Returns the number of matrix weights in one attention layer."""
     gate = config.dim * config.num_heads * _head_widths(config)[1] if config.attention.gated else 0
     if config.attention.kind == "mla":
         sizes = latent_sizes(config)
@@ -55,7 +56,7 @@ def _attention_parameters(config: ModelConfig) -> int:
 
 
 def _head_widths(config: ModelConfig) -> tuple[int, int]:
-    """Widths of a query/key head and of a value head."""
+    """Returns the widths of a query/key head and of a value head."""
     if config.attention.kind == "mla":
         sizes = latent_sizes(config)
         return sizes.query_key_dim, sizes.value_dim

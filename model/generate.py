@@ -1,4 +1,4 @@
-"""Sampling of text from a model, token by token.
+"""Sampling text from a model, token by token.
 
 Shapes: B batch, V vocabulary.
 """
@@ -15,9 +15,9 @@ from model.gpt import GPT
 
 
 def check_sampling(temperature: float, top_p: float) -> None:
-    """Raises ValueError unless temperature is finite and not negative and top_p in (0, 1]."""
+    """Raises ValueError unless temperature is finite and non-negative and top_p is in (0, 1]."""
     if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}; expected 0 or more")
+        raise ValueError(f"temperature is {temperature}; expected 0 or more, and finite")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p is {top_p}; expected a number above 0 and at most 1")
 
@@ -28,11 +28,11 @@ def sample_next(
     """Draws one token id per row (B).
 
     Args:
-        logits_BV: scores of the next token.
-        temperature: divides the scores; 0 takes the most likely token.
-        top_p: draw only from the smallest set of most likely tokens whose probabilities sum to at least top_p
+        logits_BV: Logits of the next token.
+        temperature: Divides the logits; 0 picks the most likely token.
+        top_p: Draw only from the smallest set of most likely tokens whose probabilities sum to at least top_p
             (nucleus sampling, Holtzman et al., arXiv 1904.09751).
-        generator: source of randomness, on the device of the scores.
+        generator: Random number generator on the logits' device.
 
     Raises:
         ValueError: temperature or top_p is out of range.
@@ -40,7 +40,7 @@ def sample_next(
     check_sampling(temperature, top_p)
     if temperature == 0:
         return logits_BV.argmax(dim=-1)
-    # The largest at 0, and in fp64: whatever the temperature, nothing overflows but to minus infinity.
+    # With the largest score shifted to 0 and in fp64, scores can only overflow to minus infinity.
     logits_BV = logits_BV.double()
     scores_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / temperature
     probabilities_BV, ids_BV = scores_BV.softmax(dim=-1).sort(dim=-1, descending=True)
@@ -60,22 +60,22 @@ def generate(
     eod_id: int | None = None,
     num_token_ids: int | None = None,
 ) -> Iterator[int]:
-    """Continues one prompt; yields every new token id as soon as it is drawn.
+    """Continues a prompt, yielding every new token id as soon as it is drawn.
 
-    Sampling happens on the CPU, so that a seed means the same on every device.
+    Sampling happens on the CPU, so that a seed draws from the same random numbers on every device.
 
     Args:
-        model: the model; it stays as it is.
-        tokens: the prompt's ids, at least one.
-        max_new_tokens: largest number of new tokens.
-        temperature, top_p: see `sample_next`.
-        seed: of the random draws.
-        eod_id: end-of-document id: generation ends when it is drawn, without yielding it; None: never.
-        num_token_ids: ids that the tokenizer has; the padding of the vocabulary beyond them is never drawn.
+        model: The model, which is not modified.
+        tokens: Token ids of the prompt, at least one.
+        max_new_tokens: Maximum number of new tokens.
+        temperature, top_p: See `sample_next`.
+        seed: Seed of the random draws.
+        eod_id: End-of-document id; generation stops when it is drawn, without yielding it. None: never.
+        num_token_ids: Number of ids in the tokenizer; padding ids of the vocabulary beyond them are never drawn.
 
     Raises:
-        ValueError: temperature or top_p is out of range, the prompt is empty, or prompt and max_new_tokens
-            together are longer than max_seq_len.
+        ValueError: temperature or top_p is out of range, the prompt is empty, or the prompt and max_new_tokens
+            together exceed max_seq_len.
     """
     check_sampling(temperature, top_p)
     if not tokens:
@@ -83,8 +83,7 @@ def generate(
     max_seq_len = model.config.max_seq_len
     if len(tokens) + max_new_tokens > max_seq_len:
         raise ValueError(
-            f"{len(tokens)} tokens of the prompt and {max_new_tokens} new ones are more than"
-            f" model.max_seq_len {max_seq_len}"
+            f"the prompt's {len(tokens)} tokens and {max_new_tokens} new ones exceed model.max_seq_len {max_seq_len}"
         )
     generator = torch.Generator().manual_seed(seed)
     return _continue(model, list(tokens), max_new_tokens, temperature, top_p, generator, eod_id, num_token_ids)
@@ -104,7 +103,7 @@ def _continue(
     device = model.embedding.weight.device
     unread = tokens
     for _ in range(max_new_tokens):
-        # Not around the yield: the caller's code must not run without gradients.
+        # This must not enclose the yield, or the caller's code would run with gradients disabled.
         with torch.no_grad():
             logits_B1V = model.logits(torch.tensor([unread], device=device), cache, last_only=True)
             logits_BV = logits_B1V[:, -1, :num_token_ids].cpu()

@@ -22,17 +22,17 @@ from model.norm import RMSNorm
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer in the layout of Llama, Qwen3 (with query/key norms) or DeepSeek-V3's dense layers.
+    """A decoder-only transformer like Llama, Qwen3 (with query/key norms) or DeepSeek-V3's dense layers.
 
     Parameters are allocated but undefined after construction; `model.initialisation.initialise` or a
     checkpoint sets them. Construction under `torch.device("meta")` allocates nothing.
 
     Args:
-        config: resolved sizes (`configs.schema.resolve_model`) with a vocabulary size.
-        activation_checkpointing: keep only each block's input for the backward pass and recompute the rest.
+        config: Resolved sizes (`configs.schema.resolve_model`), including the vocabulary size.
+        activation_checkpointing: Keep only each block's input for the backward pass and recompute the rest.
 
     Raises:
-        ValueError: a size is missing (null) or sizes do not fit together.
+        ValueError: A size is missing (null) or sizes are incompatible.
     """
 
     def __init__(self, config: ModelConfig, activation_checkpointing: bool = False) -> None:
@@ -50,7 +50,7 @@ class GPT(nn.Module):
         self.rotary_dim = blocks[0].attention.rotary_dim
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
-        """Keeps tied weights tied: leaving the meta device makes a new Parameter in every module."""
+        """Keeps tied weights tied, since leaving the meta device creates a new Parameter in every module."""
         super()._apply(fn, recurse)
         if self.config.tie_embeddings:
             self.head.weight = self.embedding.weight
@@ -58,7 +58,7 @@ class GPT(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained values; tied weights count once."""
+        """Number of trained elements; tied weights count once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(
@@ -68,16 +68,16 @@ class GPT(nn.Module):
         z_loss_weight: float = 0.0,
         positions_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss sums over the targets other than -100, in fp32.
+        """Returns loss sums over the targets other than -100, in fp32.
 
-        These are sums and not means: only the caller knows the number of targets of the whole global batch.
+        Sums rather than means, since only the caller knows the number of targets in the global batch.
 
         Args:
-            tokens_BT: token ids; T is at most max_seq_len.
-            targets_BT: the token that follows each one, or -100 where there is no loss.
-            z_loss_weight: weight of logsumexp(logits)² in the objective.
-            positions_BT: each token's position in its document, from 0 on: attention stays within documents. None:
-                each row is one document.
+            tokens_BT: Token ids; T is at most max_seq_len.
+            targets_BT: The token that follows each one, or -100 for positions without loss.
+            z_loss_weight: Weight of logsumexp(logits)² in the objective.
+            positions_BT: Each token's position in its document, counted from 0; attention stays within documents.
+                None: each row is one document.
 
         Returns:
             The objective to differentiate (cross-entropy + z_loss_weight * z-loss), and the cross-entropy and
@@ -95,14 +95,14 @@ class GPT(nn.Module):
         last_only: bool = False,
         positions_BT: Tensor | None = None,
     ) -> Tensor:
-        """Scores of the next token at every position (B, T, V), or only at the last one (B, 1, V).
+        """Returns the logits of the next token at every position (B, T, V), or only at the last one (B, 1, V).
 
-        With a cache, the tokens continue the cached positions and are added to the cache. Caches are for use
-        under `torch.no_grad()`: with gradients on, every cached step would keep its graph alive. `positions_BT` is as
-        in `forward`, and does not go with a cache.
+        With a cache, the tokens continue the cached positions and are added to the cache. Use caches under
+        `torch.no_grad()`: with gradients enabled, every cached step would keep its graph alive. `positions_BT` is the
+        same as in `forward` and cannot be combined with a cache.
 
         Raises:
-            ValueError: the context would be larger than max_seq_len or than the cache.
+            ValueError: The context would exceed max_seq_len or the cache.
         """
         hidden_BTD = self._hidden(tokens_BT, cache, positions_BT)
         return self.head(hidden_BTD[:, -1:] if last_only else hidden_BTD)
@@ -114,12 +114,12 @@ class GPT(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> Cache:
-        """An empty cache for decoding.
+        """Returns an empty cache for decoding.
 
         Args:
-            batch_size: number of sequences.
-            length: positions to allocate; default max_seq_len.
-            dtype, device: default those of the weights.
+            batch_size: Number of sequences.
+            length: Number of positions to allocate, max_seq_len by default.
+            dtype, device: Those of the weights by default.
         """
         length = length or self.config.max_seq_len
         dtype = dtype or self.embedding.weight.dtype
@@ -128,11 +128,11 @@ class GPT(nn.Module):
         return Cache([block.attention.new_cache(batch_size, length, dtype, device) for block in blocks], length)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The rotary table of positions (T) or (B, T), as the attention layers take it."""
+        """Returns the rotary table of positions (T) or (B, T) for the attention layers."""
         return rotary_table(positions, self.rotary_dim, self.config.rope_theta)
 
     def attention_inputs(self, tokens_BT: Tensor) -> Iterator[Tensor]:
-        """What the attention of each block gets (B, T, D), block by block, without compiled code.
+        """Yields the attention input (B, T, D) of each block, without running compiled code.
 
         Each row is one document.
         """
@@ -144,30 +144,30 @@ class GPT(nn.Module):
             x_BTD = block.forward(x_BTD, rotary)
 
     def compile_blocks(self) -> None:
-        """Compiles every block in place. The blocks are alike, so they share the compiled code."""
+        """Compiles every block in place. The blocks are identical, so they share the compiled code."""
         for block in self.blocks:
             block.compile()
 
     def _hidden(self, tokens_BT: Tensor, cache: Cache | None = None, positions_BT: Tensor | None = None) -> Tensor:
-        """The output head's inputs (B, T, D)."""
+        """Returns the output head's input (B, T, D)."""
         start = cache.length if cache is not None else 0
         end = start + tokens_BT.shape[1]
         max_length = self.config.max_seq_len if cache is None else min(self.config.max_seq_len, cache.max_length)
         if end > max_length:
-            raise ValueError(f"{end} tokens are more than the longest context of {max_length}")
+            raise ValueError(f"{end} tokens exceed the maximum context of {max_length}")
 
         documents: Documents | None = None
         if positions_BT is None:
             rotary = self.rotary(torch.arange(start, end, device=tokens_BT.device))
         else:
-            assert cache is None, "documents do not go with a cache"
+            assert cache is None, "documents cannot be combined with a cache"
             rotary = self.rotary(positions_BT)
             documents = Documents.of(positions_BT, has_sink=self.config.attention.sink)
         x_BTD = self.embedding(tokens_BT)
         layer_caches = [None] * len(self.blocks) if cache is None else cache.layers
         for block, layer_cache in zip(self.blocks, layer_caches, strict=True):
             if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
-                # Nothing in a block is random, so there is no generator state to save.
+                # A block uses no random numbers, so there is no generator state to save.
                 arguments = (x_BTD, rotary, None, documents)
                 x_BTD = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -176,7 +176,7 @@ class GPT(nn.Module):
 
 
 def check_sizes(config: ModelConfig) -> None:
-    """Raises ValueError with every size that is missing or does not fit."""
+    """Raises ValueError that lists every missing or incompatible size."""
     required: dict[str, int | None] = {"vocab_size": config.vocab_size, "ffn_dim": config.ffn_dim}
     if config.attention.kind == "mla":
         mla = config.attention.mla

@@ -1,8 +1,8 @@
 """Initial values of the parameters.
 
-Every parameter is drawn from a generator of its own, keyed by (seed, full name). Its values therefore do
-not depend on the other parameters, the order of construction, the number of ranks, the device or (up to
-rounding) the dtype, and one parameter at a time can be set where a model is never whole (ZeRO-3).
+Every parameter is drawn from its own generator, seeded by (seed, full name). Its values therefore do not
+depend on other parameters, the order of construction, the number of ranks, the device or (up to rounding)
+the dtype, and parameters can be set one at a time where the whole model never fits in memory (ZeRO-3).
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from model.parameters import Kind, ParameterSpec, collect_specs
 
 @dataclass(frozen=True)
 class InitRow:
-    """Parameters that differ only in their block and start alike.
+    """Parameters that differ only in their block and have the same initial distribution.
 
     Attributes:
-        pattern: full name, with `*` for the number of the block.
-        shape: of one of them.
-        std: standard deviation of the normal initial values; None: all are `value`.
-        count: number of parameters that match the pattern.
-        value: the initial value where there is no std.
+        pattern: Full name, with `*` for the index of the block.
+        kind: The parameters' role.
+        shape: Shape of each parameter.
+        std: Standard deviation of the normal initial values; None: all are `value`.
+        count: Number of parameters that match the pattern.
+        value: The initial value if std is None.
     """
 
     pattern: str
@@ -39,7 +40,7 @@ class InitRow:
 
 @torch.no_grad()
 def init_parameter(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) -> None:
-    """Sets a whole parameter in place: to init_value if spec.init_std is None, else normal(0, init_std).
+    """Sets a whole parameter in place: to init_value if spec.init_std is None, else to normal(0, init_std).
 
     The values are drawn in fp32 on the CPU, so that they are the same on every device, and then rounded to
     the tensor's dtype.
@@ -52,14 +53,14 @@ def init_parameter(name: str, tensor: Tensor, spec: ParameterSpec, seed: int) ->
 
 
 def initialise(model: nn.Module, seed: int) -> None:
-    """Sets every parameter of a model that is whole in memory."""
+    """Sets every parameter of a model that is not sharded."""
     specs = collect_specs(model)
     for name, parameter in model.named_parameters():
         init_parameter(name, parameter, specs[name], seed)
 
 
 def describe_init(model: nn.Module) -> list[InitRow]:
-    """Rows for a table of the initial values, in the order of the model; works on the meta device."""
+    """Returns the rows of a table of initial values, in the order of the model; works on the meta device."""
     specs = collect_specs(model)
     counts: dict[tuple[str, Kind, tuple[int, ...], float | None, float], int] = {}
     for name, parameter in model.named_parameters():

@@ -10,9 +10,9 @@ from model.parameters import Kind, ParameterSpec
 
 
 class RMSNorm(nn.Module):
-    """gain * x / sqrt(mean(x²) + eps) over the last dimension.
+    """Computes gain * x / sqrt(mean(x²) + eps) over the last dimension.
 
-    Computed in fp32 whatever the dtypes of x and the gain; the result has x's dtype.
+    The computation is in fp32 whatever the dtypes of x and the gain; the result has x's dtype.
     """
 
     def __init__(self, dim: int, eps: float, kind: Kind = Kind.NORM_GAIN) -> None:
@@ -27,6 +27,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype:
-            # The kernel computes in fp32 and rounds once, so 16-bit inputs need no cast.
+            # The kernel computes in fp32 and rounds once, so 16-bit inputs do not need a cast.
             return F.rms_norm(x, (self.dim,), self.weight, self.eps).to(x.dtype)
         return F.rms_norm(x.float(), (self.dim,), self.weight.float(), self.eps).to(x.dtype)

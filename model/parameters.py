@@ -1,8 +1,8 @@
-"""What each parameter is: the role, head layout and initial values that its module declares.
+"""The role, head layout and initial values that a module declares for each of its parameters.
 
 A module that owns parameters has a method `parameter_specs()`, which maps the local names of its own
 parameters (not those of its children) to a `ParameterSpec`. Optimizer groups, initialisation and query/key
-control read the specs; no code guesses a role from a name.
+control read the specs; no code infers a role from a name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class Kind(enum.Enum):
-    """What a parameter does in the network."""
+    """A parameter's role in the network."""
 
     QUERY = "query"
     KEY = "key"
@@ -28,7 +28,7 @@ class Kind(enum.Enum):
     HEAD = "head"
     NORM_GAIN = "norm_gain"
     QK_NORM_GAIN = "qk_norm_gain"
-    # Multi-head latent attention: W_dq, W_uq, W_qr, W_dkv, W_uk, W_kr, and the gains of the norms on the two latents.
+    # Multi-head latent attention: W_dq, W_uq, W_qr, W_dkv, W_uk, W_kr, and the gains of the two latent norms.
     QUERY_DOWN = "query_down"
     QUERY_UP = "query_up"
     QUERY_ROPE = "query_rope"
@@ -37,7 +37,7 @@ class Kind(enum.Enum):
     KEY_ROPE = "key_rope"
     QUERY_LATENT_GAIN = "query_latent_gain"
     KV_LATENT_GAIN = "kv_latent_gain"
-    # Options of attention: the head's factor of its queries (Scalable-Softmax), its sink's logit, and W_g of the gate.
+    # Attention options: the per-head query scale of Scalable-Softmax, the per-head sink logit, and the gate's W_g.
     SOFTMAX_SCALE = "softmax_scale"
     ATTENTION_SINK = "attention_sink"
     ATTENTION_GATE = "attention_gate"
@@ -54,12 +54,12 @@ class ParameterSpec:
     """The role of one parameter.
 
     Attributes:
-        kind: what the parameter is.
-        num_heads: heads along its rows (query, key, value, their up-projections and the gate), entries (one number a
-            head) or columns (attention output); None: not by head.
-        head_dim: width of one head; head h begins at row (or column) h * head_dim.
-        init_std: standard deviation of the initial normal values; None: all are init_value.
-        init_value: the initial value of parameters without init_std, 1 for gains.
+        kind: The parameter's role.
+        num_heads: Number of heads along the rows (query, key, value, their up-projections and the gate), the columns
+            (attention output) or the elements (one per head); None: not split by head.
+        head_dim: Width of one head; head h starts at row (or column) h * head_dim.
+        init_std: Standard deviation of the normal initial values; None: all are init_value.
+        init_value: The initial value of parameters without init_std, 1 for gains.
     """
 
     kind: Kind
@@ -70,16 +70,16 @@ class ParameterSpec:
 
     @property
     def is_query_key(self) -> bool:
-        """Whether the parameter sets the size of the attention logits."""
+        """Whether the parameter determines the magnitude of the attention logits."""
         return self.kind in QUERY_KEY_KINDS
 
     @property
     def is_decayed(self) -> bool:
-        """Whether weight decay applies: to matrices except embeddings.
+        """Whether weight decay applies, as it does to all matrices except embeddings.
 
         An untied output head is an ordinary matrix and decays. A tied head is the embedding, so it does not.
-        This follows OLMo 2 (arXiv 2501.00656): embeddings that decay become small, which makes the gradients
-        behind the first norm large.
+        This follows OLMo 2 (arXiv 2501.00656): decay makes embeddings small, which makes the gradients that reach
+        them through the first norm large.
         """
         return self.kind not in UNDECAYED_KINDS
 
@@ -92,17 +92,17 @@ class DeclaresParameters(Protocol):
 
 
 def residual_init_std(init_std: float, num_layers: int) -> float:
-    """Initial standard deviation of the two matrices per block that add to the residual stream (GPT-2)."""
+    """Returns the initial standard deviation of the two matrices per block that feed the residual stream (GPT-2)."""
     return init_std / math.sqrt(2 * num_layers)
 
 
 def collect_specs(model: nn.Module) -> dict[str, ParameterSpec]:
-    """The spec of every parameter by its full name, in the order of `model.named_parameters()`.
+    """Returns the spec of every parameter by its full name, in the order of `model.named_parameters()`.
 
     A tied parameter appears once, under its first name; only one of its modules declares it.
 
     Raises:
-        ValueError: a parameter is undeclared, declared twice, or declared but absent; the message names it.
+        ValueError: A parameter is undeclared, declared twice, or declared but absent; the message names it.
     """
     spec_by_id: dict[int, ParameterSpec] = {}
     for prefix, module in model.named_modules():
@@ -111,9 +111,9 @@ def collect_specs(model: nn.Module) -> dict[str, ParameterSpec]:
         for local_name, spec in declared.items():
             full_name = f"{prefix}.{local_name}" if prefix else local_name
             if local_name not in parameters:
-                raise ValueError(f"{full_name}: {type(module).__name__} declares it but has no such parameter")
+                raise ValueError(f"{full_name}: declared by {type(module).__name__}, which has no such parameter")
             if id(parameters[local_name]) in spec_by_id:
-                raise ValueError(f"{full_name}: the parameter is declared more than once")
+                raise ValueError(f"{full_name}: declared more than once")
             spec_by_id[id(parameters[local_name])] = spec
 
     named_parameters = list(model.named_parameters())

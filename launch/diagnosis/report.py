@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from launch.diagnosis.sources import ModelShape
 from launch.reporting.document import Block, as_html, markdown
-from model.diagnostics.critical import MIN_HEADS, SIGNIFICANCE, critical_size, told_apart
+from model.diagnostics.critical import MIN_HEADS, SIGNIFICANCE, critical_size, ks_p_value
 
 MAX_TICKS = 12
 LARGE_SET = 16  # from this N on, the paper gives one range for the separable share
@@ -120,7 +120,7 @@ def critical_p_values(tables: Tables) -> dict[int, dict[int, float]]:
         random.append(row["random"])
     p_values: dict[int, dict[int, float]] = {}
     for (length, size), (top, random) in sorted(samples.items()):
-        p_values.setdefault(length, {})[size] = told_apart(top, random)
+        p_values.setdefault(length, {})[size] = ks_p_value(top, random)
     return p_values
 
 

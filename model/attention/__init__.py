@@ -1,4 +1,4 @@
-"""Attention variants by the name that `model.attention.kind` gives them."""
+"""The attention layers, by the values of `model.attention.kind`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from model.parameters import Kind
 
 
 class Attention(Protocol):
-    """What a block and a model use of an attention layer.
+    """The interface of an attention layer.
 
     Shapes: B batch, T time, D model width, H query heads, G key/value heads, K query/key width, V value width.
 
     Attributes:
-        rotary_dim: width of the rotary table that the layer takes.
-        softcap: cap of the logits, or None.
-        sink: the logit of every query head's sink (H), or None.
+        rotary_dim: Width of the rotary table that the layer expects.
+        softcap: Cap on the logits, or None.
+        sink: The logit of every query head's sink (H), or None.
     """
 
     rotary_dim: int
@@ -32,10 +32,10 @@ class Attention(Protocol):
     sink: nn.Parameter | None
 
     def query_key_weights(self) -> dict[Kind, Tensor]:
-        """The matrices behind queries and keys, and the gains of latent norms."""
+        """Returns the matrices that produce queries and keys, and the gains of latent norms."""
 
     def new_cache(self, batch_size: int, num_positions: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """An empty cache of this layer."""
+        """Returns an empty cache for this layer."""
 
     def project(
         self,
@@ -44,10 +44,10 @@ class Attention(Protocol):
         first_position: int = 0,
         positions_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, V), with norms and rotation applied.
+        """Returns queries (B, H, T, K), keys (B, G, T, K) and values (B, G, T, V), with norms and rotation applied.
 
-        With Scalable-Softmax the queries are scaled for positions from `first_position` on, or for those given, so that
-        q·k / sqrt(K) are the logits as the softmax or its cap gets them.
+        With Scalable-Softmax the queries are scaled for positions from `first_position` on, or for `positions_BT`, so
+        that q·k / sqrt(K) are the logits that the softcap or softmax receives.
         """
 
     def __call__(
@@ -57,9 +57,10 @@ class Attention(Protocol):
         cache: LayerCache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D).
+        """Attends to these and all earlier positions, including cached ones. Input and output are (B, T, D).
 
-        With documents, for whose positions `rotary` then is, it attends within them. They do not go with a cache.
+        With documents, attention stays within them, and `rotary` is the table of their positions. Documents and a
+        cache cannot be combined.
         """
 
 

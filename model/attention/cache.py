@@ -1,6 +1,6 @@
 """Preallocated caches for decoding.
 
-Shapes: B batch, T new positions, S positions in the cache; each tensor has its own number of heads and width.
+Shapes: B batch, T new positions, S cached positions; each tensor has its own number of heads and width.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class LayerCache:
-    """What one attention layer keeps of every position.
+    """The tensors that one attention layer stores for every position.
 
     Args:
-        shapes: (heads, width) of each tensor; it is stored as (B, heads, S, width).
-        batch_size: number of sequences.
-        num_positions: positions to allocate.
-        dtype, device: of the tensors.
+        shapes: (heads, width) of each tensor, which is stored as (B, heads, S, width).
+        batch_size: Number of sequences.
+        num_positions: Number of positions to allocate.
+        dtype, device: Those of the tensors.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class LayerCache:
 
     @property
     def num_bytes_per_token(self) -> int:
-        """Bytes of one position of one sequence in this layer."""
+        """Bytes per position of one sequence in this layer."""
         batch_size, _, num_positions, _ = self.tensors[0].shape
         return sum(tensor.nbytes for tensor in self.tensors) // (batch_size * num_positions)
 
     def append(self, *new: Tensor) -> list[Tensor]:
-        """Stores T more positions of every tensor, and returns all positions so far of every tensor."""
+        """Stores T more positions of every tensor, and returns all positions stored so far."""
         start, self.length = self.length, self.length + new[0].shape[2]
         assert self.length <= self.tensors[0].shape[2], "the caller limits the context to the cache's size"
         for tensor, values in zip(self.tensors, new, strict=True):
@@ -51,7 +51,7 @@ class LayerCache:
 
 
 class Cache:
-    """The caches of all layers of a model; `GPT.new_cache` makes one."""
+    """The caches of all layers of a model, created by `GPT.new_cache`."""
 
     def __init__(self, layers: list[LayerCache], max_length: int) -> None:
         self.layers = layers
@@ -64,5 +64,5 @@ class Cache:
 
     @property
     def num_bytes_per_token(self) -> int:
-        """Bytes of one position of one sequence in all layers."""
+        """Bytes per position of one sequence in all layers."""
         return sum(layer.num_bytes_per_token for layer in self.layers)

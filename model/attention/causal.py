@@ -1,4 +1,4 @@
-"""Causal softmax attention by a fused kernel.
+"""Causal softmax attention with fused kernels.
 
 Shapes: B batch, T queries, S visible positions, H query heads, G key/value heads, K query/key width, V value width.
 """
@@ -23,14 +23,13 @@ def causal_attention(
     sink_H: Tensor | None = None,
     documents: Documents | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ / sqrt(K)) v where the queries are the last T of S positions and G divides H.
+    """Returns softmax(q kᵀ / sqrt(K)) v (B, H, T, V), where the queries are the last T of S positions.
 
     Args:
+        q_BHTK, k_BGSK, v_BGSV: Queries, keys and values; H is a multiple of G.
         softcap: c of the cap s <- c tanh(s / c) on the logits; None: no cap.
-        sink_H: every query head's logit of a sink, see `model.attention.sink`; None: no sink.
-        documents: within which attention stays, without cached positions (T = S); None: each row is one.
-
-    Returns (B, H, T, V).
+        sink_H: The logit of every query head's sink (`model.attention.sink`); None: no sink.
+        documents: Attention stays within these; requires T = S, so no cached positions. None: each row is one document.
     """
     if documents is not None:
         return _document_attention(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H, documents)
@@ -47,7 +46,7 @@ def _document_attention(
     sink_H: Tensor | None,
     documents: Documents,
 ) -> Tensor:
-    """`causal_attention` within documents."""
+    """Implements `causal_attention` within documents."""
     if documents.block_mask is not None and can_use_flex(q_BHTK, k_BGTK, v_BGTV):
         return use_flex(q_BHTK, k_BGTK, v_BGTV, softcap, sink_H, documents.block_mask)
 
@@ -60,14 +59,14 @@ def _document_attention(
 
     by_document = attend_by_document
     if torch.compiler.is_compiling():
-        by_document = torch.compiler.disable(by_document)  # each batch has other documents
+        by_document = torch.compiler.disable(by_document)  # documents differ in every batch
     return by_document(q_BHTK, k_BGTK, v_BGTV, documents.positions_BT, attend)
 
 
 def _uncapped_attention(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, sink_H: Tensor | None, mask_TT: Tensor | None = None
 ) -> Tensor:
-    """Causal attention, or with another mask where T = S."""
+    """Returns attention with a causal mask, or with the given mask if T = S."""
     scale = q_BHTK.shape[3] ** -0.5
     if sink_H is None:
         return _fused_attention(q_BHTK, k_BGSK, v_BGSV, scale, mask_TT)
@@ -80,20 +79,21 @@ def _uncapped_attention(
 def _fused_attention(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, scale: float, mask_TS: Tensor | None = None
 ) -> Tensor:
-    """softmax(scale q kᵀ) v by a kernel that never holds the T x S matrix, with the causal mask by default."""
+    """Returns softmax(scale q kᵀ) v, causal by default, from a kernel that never materialises the T x S matrix."""
     T, S, K, V = q_BHTK.shape[2], k_BGSK.shape[2], q_BHTK.shape[3], v_BGSV.shape[3]
     num_queries_per_key = q_BHTK.shape[1] // k_BGSK.shape[1]
     is_grouped = num_queries_per_key > 1
     if is_grouped and q_BHTK.is_cuda and q_BHTK.dtype == torch.float32:
-        # No fused fp32 CUDA kernel shares key heads; without this, SDPA would build the T x S matrix.
+        # No fused fp32 CUDA kernel supports grouped queries: SDPA would materialise the T x S matrix.
         k_BGSK = k_BGSK.repeat_interleave(num_queries_per_key, dim=1)
         v_BGSV = v_BGSV.repeat_interleave(num_queries_per_key, dim=1)
         is_grouped = False
     if K != V:
-        # Flash kernels want one width, and SDPA would build the T x S matrix. Zeros change neither scores nor sums.
+        # Flash kernels require K = V; otherwise SDPA would materialise the T x S matrix. Padding with zeros changes
+        # neither scores nor sums.
         q_BHTK, k_BGSK = _pad_width(q_BHTK, V), _pad_width(k_BGSK, V)
         v_BGSV = _pad_width(v_BGSV, K)
-    # SDPA's own causal mask is only right without cached positions, and a single query needs no mask.
+    # SDPA's own causal mask is correct only without cached positions, and a single query needs no mask.
     is_causal = T == S and mask_TS is None
     if 1 < T < S:
         mask_TS = causal_mask(T, S, q_BHTK.device)
@@ -104,6 +104,6 @@ def _fused_attention(
 
 
 def _pad_width(x: Tensor, width: int) -> Tensor:
-    """Zeros behind the last dimension, up to at least `width`."""
+    """Pads the last dimension with zeros to at least `width`."""
     missing = width - x.shape[-1]
     return F.pad(x, (0, missing)) if missing > 0 else x

@@ -1,8 +1,8 @@
-"""Causal attention within documents: several of them lie one after the other in each row of a batch.
+"""Causal attention within documents, several of which are concatenated in each row of a batch.
 
-A row's positions count from 0 in each document, so that they alone say what is visible: token t of a row sees tokens
-t - position … t. On a GPU, FlexAttention skips the blocks that this hides. Elsewhere each document is a call of its
-own, and short ones share calls, so that no T x T matrix exists.
+Positions restart from 0 in each document, so they determine what is visible: token t of a row sees tokens
+t - position … t. On a GPU, FlexAttention skips the fully masked blocks. Elsewhere attention runs once per document, or
+once per group of short ones, so that no T x T matrix is materialised.
 
 Shapes: B batch, T time, N = B T tokens, H query heads, G key/value heads, K query/key width, V value width, J blocks of
 keys or queries.
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-# Documents are gathered up to this many tokens; longer ones stand alone.
+# Short documents are grouped up to this many tokens; longer ones form their own group.
 GROUP_TOKENS = 64
 BLOCK_SIZE = 128
 
-# (queries, keys, values, what each query sees (T, T); None: itself and all before) -> (1, H, T, V)
+# (queries, keys, values, mask (T, T), None: causal) -> (1, H, T, V)
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
 
@@ -30,8 +30,8 @@ class Documents(NamedTuple):
     """The documents of a batch.
 
     Attributes:
-        positions_BT: each token's position in its document; the first token of a row has 0.
-        block_mask: the same for FlexAttention, on a GPU.
+        positions_BT: Each token's position in its document; the first token of a row has position 0.
+        block_mask: The same information for FlexAttention, on a GPU only.
     """
 
     positions_BT: Tensor
@@ -39,7 +39,7 @@ class Documents(NamedTuple):
 
     @classmethod
     def of(cls, positions_BT: Tensor, has_sink: bool) -> Documents:
-        """With the block mask on a GPU, so that all layers share it."""
+        """Builds the block mask on a GPU, so that all layers share it."""
         return cls(positions_BT, document_block_mask(positions_BT, has_sink) if positions_BT.is_cuda else None)
 
 
@@ -51,16 +51,16 @@ def attend_by_document(
     attend: Attend,
     group_tokens: int | None = None,
 ) -> Tensor:
-    """Calls `attend` with the tokens of one document, or several short ones, at a time; returns (B, H, T, V).
+    """Calls `attend` on one document, or several short ones, at a time; returns (B, H, T, V).
 
     Args:
-        attend: attention over one row of tokens.
-        group_tokens: see `GROUP_TOKENS`, which None stands for.
+        attend: Attention over one row of tokens.
+        group_tokens: Maximum number of tokens in a group of documents; None: `GROUP_TOKENS`.
     """
     B, _, T, _ = q_BHTK.shape
     groups = list(group_documents(positions_BT, GROUP_TOKENS if group_tokens is None else group_tokens))
     sizes = [group.shape[0] for group in groups]
-    # Splits and one concatenation, since slices would cost a whole gradient each.
+    # Split and concatenate once, since the gradient of every slice would be as large as the whole tensor.
     parts = zip(*(_in_one_row(x).split(sizes, dim=2) for x in (q_BHTK, k_BGTK, v_BGTV)), groups, strict=True)
     outputs = [
         attend(q, k, v, None if bool(group[-1] == len(group) - 1) else document_mask(group)) for q, k, v, group in parts
@@ -70,9 +70,9 @@ def attend_by_document(
 
 
 def group_documents(positions_BT: Tensor, group_tokens: int) -> Iterator[Tensor]:
-    """The positions of all tokens, row after row, in parts of whole documents.
+    """Yields the positions of all tokens, row after row, in groups of whole documents.
 
-    A part has at most `group_tokens` tokens, or is one document.
+    A group has at most `group_tokens` tokens, or is a single document.
     """
     positions_N = positions_BT.flatten().cpu()
     starts = [*(positions_N == 0).nonzero().flatten().tolist(), len(positions_N)]
@@ -85,17 +85,20 @@ def group_documents(positions_BT: Tensor, group_tokens: int) -> Iterator[Tensor]
 
 
 def document_mask(positions_T: Tensor) -> Tensor:
-    """(T, T): whether a query sees a key."""
+    """Returns whether each query sees each key (T, T)."""
     tokens_T = torch.arange(len(positions_T), device=positions_T.device)
     first_T = tokens_T - positions_T
     return (tokens_T <= tokens_T[:, None]) & (tokens_T >= first_T[:, None])
 
 
 def document_block_mask(positions_BT: Tensor, has_sink: bool) -> BlockMask:
-    """FlexAttention's form of the mask, from the ends of blocks alone: a row's first visible keys are ascending.
+    """Returns FlexAttention's form of the mask.
+
+    The first visible key never decreases along a row, so the first and last tokens of a block determine whether it is
+    masked, partial or full.
 
     Args:
-        has_sink: there is one more token before the others, which all see.
+        has_sink: Whether one more token, which all queries see, precedes the others.
     """
     B, T = positions_BT.shape
     first_BT = torch.arange(T, device=positions_BT.device) - positions_BT
@@ -109,7 +112,7 @@ def document_block_mask(positions_BT: Tensor, has_sink: bool) -> BlockMask:
     is_below_BJJ = last_J[:, None] >= starts_J
     is_seen_BJJ = is_below_BJJ & (last_J >= first_BT[:, starts_J].unsqueeze(-1))
     is_full_BJJ = (starts_J[:, None] >= last_J) & (starts_J >= first_BT[:, last_J].unsqueeze(-1))
-    # The kernels take a short last block for a partial one.
+    # The kernels treat a short last block as partial.
     is_full_BJJ &= (starts_J + BLOCK_SIZE <= length) & (starts_J + BLOCK_SIZE <= length)[:, None]
     if has_sink:
         is_seen_BJJ |= starts_J == 0
@@ -125,11 +128,11 @@ def document_block_mask(positions_BT: Tensor, has_sink: bool) -> BlockMask:
 
 
 def _block_lists(is_chosen_BJJ: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has (B, 1, J), and which, those first (B, 1, J, J)."""
+    """Returns the number of key blocks of each query block (B, 1, J), and all indices with those first (B, 1, J, J)."""
     indices = is_chosen_BJJ.int().argsort(dim=-1, descending=True, stable=True)
     return is_chosen_BJJ.sum(-1, dtype=torch.int32).unsqueeze(1), indices.int().unsqueeze(1)
 
 
 def _in_one_row(x_BHTK: Tensor) -> Tensor:
-    """(1, H, N, K)."""
+    """Concatenates the rows of a batch (1, H, N, K)."""
     return x_BHTK.transpose(0, 1).flatten(1, 2).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Multi-head and grouped-query attention in the layout of Llama and Qwen3.
+"""Multi-head and grouped-query attention, as in Llama and Qwen3.
 
 Shapes: B batch, T time, S visible positions (T, or the cache's length), D model width, H query heads,
 G key/value heads, K head width.
@@ -26,8 +26,8 @@ class MultiHeadAttention(nn.Module):
     """Causal softmax attention with rotary positions; several query heads may share a key/value head.
 
     Attributes:
-        softcap: cap of the logits, or None.
-        sink: the logit of every query head's sink (H), or None.
+        softcap: Cap on the logits, or None.
+        sink: The logit of every query head's sink (H), or None.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -46,7 +46,7 @@ class MultiHeadAttention(nn.Module):
         key_spec = ParameterSpec(Kind.KEY, num_kv_heads, head_dim, std)
         value_spec = ParameterSpec(Kind.VALUE, num_kv_heads, head_dim, std)
         output_spec = ParameterSpec(Kind.ATTENTION_OUTPUT, num_heads, head_dim, residual_std)
-        # Separate matrices rather than one: query and key weights have a learning rate of their own.
+        # Separate matrices rather than one, since query and key weights have their own learning rate.
         self.query = Linear(config.dim, num_heads * head_dim, query_spec)
         self.key = Linear(config.dim, num_kv_heads * head_dim, key_spec)
         self.value = Linear(config.dim, num_kv_heads * head_dim, value_spec)
@@ -68,11 +68,11 @@ class MultiHeadAttention(nn.Module):
         return {} if self.sink is None else {"sink": sink_spec(self.num_heads)}
 
     def query_key_weights(self) -> dict[Kind, Tensor]:
-        """The matrices that set the logits, for per-head policies."""
+        """Returns the matrices that determine the logits, for per-head policies."""
         return {Kind.QUERY: self.query.weight, Kind.KEY: self.key.weight}
 
     def new_cache(self, batch_size: int, num_positions: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """An empty cache of this layer's keys (after rotation) and values."""
+        """Returns an empty cache for this layer's keys (after rotation) and values."""
         return LayerCache([(self.num_kv_heads, self.head_dim)] * 2, batch_size, num_positions, dtype, device)
 
     def project(
@@ -82,7 +82,7 @@ class MultiHeadAttention(nn.Module):
         first_position: int = 0,
         positions_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, K), keys and values (B, G, T, K), with norms, rotation and Scalable-Softmax applied."""
+        """Returns queries (B, H, T, K), keys and values (B, G, T, K) after norms, rotation and Scalable-Softmax."""
         B, T, _ = x_BTD.shape
         q_BTHK = self.query(x_BTD).view(B, T, self.num_heads, self.head_dim)
         k_BTGK = self.key(x_BTD).view(B, T, self.num_kv_heads, self.head_dim)
@@ -102,9 +102,10 @@ class MultiHeadAttention(nn.Module):
         cache: LayerCache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D).
+        """Attends to these and all earlier positions, including cached ones. Input and output are (B, T, D).
 
-        With documents, for whose positions `rotary` then is, it attends within them. They do not go with a cache.
+        With documents, attention stays within them, and `rotary` is the table of their positions. Documents and a
+        cache cannot be combined.
         """
         first_position = 0 if cache is None else cache.length
         positions_BT = None if documents is None else documents.positions_BT

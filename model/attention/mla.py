@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434; with DeepSeek-V3's names, arXiv 2412.19437).
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), in the notation of DeepSeek-V3 (arXiv 2412.19437).
 
-Shapes: B batch, T time, S positions in the cache, D model width, H heads, N width of a query/key head without position,
-R its rotated width, K = N + R, V value width, C latent of keys and values, Q latent of queries (D without query
+Shapes: B batch, T time, S cached positions, D model width, H heads, N unrotated and R rotated width of a query/key
+head, K = N + R, V value width, C width of the key/value latent, Q width of the query latent (D without query
 compression).
 """
 
@@ -25,13 +25,13 @@ from model.norm import RMSNorm
 from model.parameters import Kind, ParameterSpec, residual_init_std
 from model.stability.clip import LogitMaxima
 
-# DeepSeek-V3 takes this one for the latents, whatever the epsilon of its other norms.
+# DeepSeek-V3 uses this epsilon for the latents, whatever the epsilon of its other norms.
 LATENT_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """The widths of `model.attention.mla` without nulls, but for q_latent_dim: None is no query compression."""
+    """The resolved widths of `model.attention.mla`; only q_latent_dim may be None, for no query compression."""
 
     q_latent_dim: int | None
     kv_latent_dim: int
@@ -46,7 +46,7 @@ class LatentSizes:
 
 
 def latent_sizes(config: ModelConfig) -> LatentSizes:
-    """The widths of a resolved configuration."""
+    """Returns the widths of a resolved configuration."""
     mla = config.attention.mla
     assert mla.kv_latent_dim is not None, "the configuration must be resolved"
     assert mla.nope_dim is not None, "the configuration must be resolved"
@@ -61,17 +61,18 @@ class MultiHeadLatentAttention(nn.Module):
         c_q = W_dq x             q^h = [W_uq^h c_q ; RoPE(W_qr^h c_q)]
         c_kv = W_dkv x           k^h = [W_uk^h c_kv ; RoPE(W_kr x)]        v^h = W_uv^h c_kv
 
-    The logits are q·k / sqrt(K). Without query compression c_q = x. With `latent_norm`, c_q and c_kv pass an RMSNorm.
-    With `qk_norm`, q^h and k^h pass an RMSNorm over their whole width before the rotation; all heads share its gain.
+    The logits are q·k / sqrt(K). Without query compression c_q = x. With `latent_norm`, c_q and c_kv are normalised by
+    an RMSNorm. With `qk_norm`, q^h and k^h are normalised over their whole width before the rotation, with a gain that
+    all heads share.
 
-    Training, and a prompt, build whole keys and values. Decoding reads a cache of c_kv and RoPE(W_kr x) and moves W_uk
-    to the queries and W_uv behind the sum over positions, so that it never builds them. With `qk_norm` that stays exact
-    (arXiv 2606.16310): the key's gain moves to the query and to the cached RoPE(W_kr x), since a rotation commutes with
-    a scalar, and what is left of the norm, one inverse RMS per head, is cached too.
+    Training and prefill compute full keys and values. Decoding does not: it caches c_kv and RoPE(W_kr x), absorbs W_uk
+    into the queries, and applies W_uv after the sum over positions. With `qk_norm` this remains exact (arXiv
+    2606.16310): the key's gain moves to the query and to the cached RoPE(W_kr x), and the remaining factor, one inverse
+    RMS per head, is cached too, since a rotation commutes with a scalar.
 
     Attributes:
-        softcap: cap of the logits, or None.
-        sink: the logit of every head's sink (H), or None.
+        softcap: Cap on the logits, or None.
+        sink: The logit of every head's sink (H), or None.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -119,17 +120,17 @@ class MultiHeadLatentAttention(nn.Module):
 
     @staticmethod
     def _matrix(config: ModelConfig, kind: Kind, in_dim: int, out_dim: int) -> Linear:
-        """A matrix that all heads share."""
+        """Returns a layer that all heads share."""
         return Linear(in_dim, out_dim, ParameterSpec(kind, init_std=config.init_std))
 
     @staticmethod
     def _heads(config: ModelConfig, kind: Kind, in_dim: int, head_dim: int) -> Linear:
-        """A matrix whose rows are the heads' one after the other."""
+        """Returns a layer whose output is the concatenation of all heads."""
         spec = ParameterSpec(kind, config.num_heads, head_dim, config.init_std)
         return Linear(in_dim, config.num_heads * head_dim, spec)
 
     def query_key_weights(self) -> dict[Kind, Tensor]:
-        """The matrices that set the logits, for per-head policies, and the gains that set the latents' sizes."""
+        """Returns the matrices that determine the logits, for per-head policies, and the gains of the latent norms."""
         modules = {
             Kind.QUERY_DOWN: self.query_down,
             Kind.QUERY_LATENT_GAIN: self.query_latent_norm,
@@ -143,7 +144,7 @@ class MultiHeadLatentAttention(nn.Module):
         return {kind: module.weight for kind, module in modules.items() if module is not None}
 
     def new_cache(self, batch_size: int, num_positions: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """An empty cache: [c_kv ; rotated key part] (1, C + R), and with `qk_norm` inverse key RMS (H, 1)."""
+        """Returns an empty cache: [c_kv ; rotated key part] (1, C + R), with `qk_norm` also inverse key RMS (H, 1)."""
         shapes = [(1, self.sizes.kv_latent_dim + self.sizes.rope_dim)]
         if self.key_norm is not None:
             shapes.append((self.num_heads, 1))
@@ -156,7 +157,7 @@ class MultiHeadLatentAttention(nn.Module):
         first_position: int = 0,
         positions_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys (B, H, T, K) and values (B, H, T, V), with norms, rotation and Scalable-Softmax applied."""
+        """Returns queries, keys (B, H, T, K) and values (B, H, T, V) after norms, rotation and Scalable-Softmax."""
         c_kv_BTC, k_rope_BT1R = self._compress(x_BTD)
         k_BHTK, v_BHTV = self._keys_and_values(c_kv_BTC, k_rope_BT1R, rotary)
         return self._queries(x_BTD, rotary, first_position, positions_BT), k_BHTK, v_BHTV
@@ -168,10 +169,11 @@ class MultiHeadLatentAttention(nn.Module):
         cache: LayerCache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Attends to these and earlier positions, those in the cache too. Input and output are (B, T, D).
+        """Attends to these and all earlier positions, including cached ones. Input and output are (B, T, D).
 
-        With documents, for whose positions `rotary` then is, it attends within them. They do not go with a cache.
-        With a cache, weights are read outside the forward pass of the modules that hold them, so they must be whole.
+        With documents, attention stays within them, and `rotary` is the table of their positions. Documents and a
+        cache cannot be combined. With a cache, weights are read outside the forward pass of the modules that own them,
+        so they must not be sharded.
         """
         first_position = 0 if cache is None else cache.length
         positions_BT = None if documents is None else documents.positions_BT
@@ -193,7 +195,7 @@ class MultiHeadLatentAttention(nn.Module):
     def _queries(
         self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], first_position: int, positions_BT: Tensor | None
     ) -> Tensor:
-        """(B, H, T, K), with norm, rotation and Scalable-Softmax applied."""
+        """Returns the queries (B, H, T, K), with norm, rotation and Scalable-Softmax applied."""
         c_q_BTQ = x_BTD if self.query_down is None else self.query_down(x_BTD)
         if self.query_latent_norm is not None:
             c_q_BTQ = self.query_latent_norm(c_q_BTQ)
@@ -205,7 +207,7 @@ class MultiHeadLatentAttention(nn.Module):
         return self.softmax_scale(q_BHTK, first_position, positions_BT)
 
     def _compress(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """c_kv (B, T, C), and the keys' shared part (B, T, 1, R) before norm and rotation."""
+        """Returns c_kv (B, T, C) and the keys' shared part (B, T, 1, R), before norm and rotation."""
         c_kv_BTC = self.kv_down(x_BTD)
         if self.kv_latent_norm is not None:
             c_kv_BTC = self.kv_latent_norm(c_kv_BTC)
@@ -214,7 +216,7 @@ class MultiHeadLatentAttention(nn.Module):
     def _keys_and_values(
         self, c_kv_BTC: Tensor, k_rope_BT1R: Tensor, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Keys (B, H, T, K), with norm and rotation applied, and values (B, H, T, V)."""
+        """Returns the keys (B, H, T, K), with norm and rotation applied, and the values (B, H, T, V)."""
         k_nope_BTHN = self.key_up(c_kv_BTC).unflatten(-1, (self.num_heads, self.sizes.nope_dim))
         v_BTHV = self.value_up(c_kv_BTC).unflatten(-1, (self.num_heads, self.sizes.value_dim))
         return self._join(k_nope_BTHN, k_rope_BT1R, self.key_norm, rotary), v_BTHV.transpose(1, 2)
@@ -222,9 +224,9 @@ class MultiHeadLatentAttention(nn.Module):
     def _join(
         self, nope_BTHN: Tensor, rope_BTHR: Tensor, norm: RMSNorm | None, rotary: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """Heads [nope ; rope] (B, H, T, K), normed as a whole and then rotated in their second part.
+        """Returns the heads [nope ; rope] (B, H, T, K), normalised over their whole width, with `rope` then rotated.
 
-        `rope` has H heads or one that all share.
+        `rope` has H heads, or one that all share.
         """
         if norm is None:
             rope_BTHR = apply_rotary(rope_BTHR, rotary)
@@ -235,7 +237,7 @@ class MultiHeadLatentAttention(nn.Module):
         return heads_BTHK.transpose(1, 2)
 
     def _cache_rows(self, c_kv_BTC: Tensor, k_rope_BT1R: Tensor, rotary: tuple[Tensor, Tensor]) -> list[Tensor]:
-        """What the cache keeps of these positions, as (B, heads, T, width)."""
+        """Returns the cache's tensors for these positions, each (B, heads, T, width)."""
         if self.key_norm is None:
             k_rope_BT1R = apply_rotary(k_rope_BT1R, rotary)
             return [torch.cat((c_kv_BTC.unsqueeze(1), k_rope_BT1R.transpose(1, 2)), dim=-1)]
@@ -249,7 +251,7 @@ class MultiHeadLatentAttention(nn.Module):
     def _absorbed_attention(
         self, q_BHTK: Tensor, latents_B1SX: Tensor, inverse_rms_BHS1: Tensor | None = None
     ) -> Tensor:
-        """Attention of the last T of S cached positions (B, H, T, V), in fp32, without whole keys and values.
+        """Returns attention of the last T of S cached positions (B, H, T, V), in fp32, without full keys and values.
 
         X is C + R. q_nope·(W_uk c_kv) = (W_ukᵀ q_nope)·c_kv, and Σ p (W_uv c_kv) = W_uv Σ p c_kv.
         """
@@ -259,7 +261,7 @@ class MultiHeadLatentAttention(nn.Module):
             q_nope_BHTN = q_nope_BHTN * self.key_norm.weight[: sizes.nope_dim]
         q_latent_BHTC = q_nope_BHTN @ self.key_up.weight.view(H, sizes.nope_dim, sizes.kv_latent_dim)
         q_BHTX = torch.cat((q_latent_BHTC, q_rope_BHTR), dim=-1).float()
-        # One product for all heads: a broadcast one would copy the cache for each of them.
+        # One product for all heads, since a broadcast product would copy the cache for each head.
         latents_BSX = latents_B1SX.squeeze(1).float()
         scores_BHTS = (q_BHTX.flatten(1, 2) @ latents_BSX.mT).unflatten(1, (H, T)).float() * sizes.query_key_dim**-0.5
         if inverse_rms_BHS1 is not None:

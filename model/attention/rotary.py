@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), in Llama's half-split layout.
+"""Rotary position embeddings (Su et al., arXiv 2104.09864), in Llama's half-split layout.
 
 Dimension i of a head is paired with i + K/2, so Hugging Face weights load without a permutation.
 
@@ -12,18 +12,18 @@ from torch import Tensor
 
 
 def rotary_table(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotation at every position.
+    """Returns the cosines and sines of the rotation at every position.
 
-    The tables are made from integers at every forward pass and never stored in a module, because casting a
-    module to bf16 would round its float buffers.
+    The tables are computed from integers in every forward pass instead of being stored in a module, because
+    casting a module to bf16 would round its float buffers.
 
     Args:
-        positions: integer positions (T), or (B, T) where each row has its own.
-        dim: rotated width of a head, even.
-        theta: base of the frequencies theta^(-2i/dim).
+        positions: Integer positions (T), or (B, T) if each row has its own.
+        dim: Rotated width of a head, an even number.
+        theta: Base of the frequencies theta^(-2i/dim).
 
     Returns:
-        cos and signed_sin in fp32, (T, K) or (B, T, K): row t is (cos, cos) and (-sin, sin), so that
+        cos and signed_sin in fp32, (T, K) or (B, T, K). Row t is (cos, cos) and (-sin, sin), so that
         x * cos + roll(x, K/2) * signed_sin rotates both halves.
     """
     exponents = torch.arange(0, dim, 2, device=positions.device).float() / dim
@@ -34,7 +34,7 @@ def rotary_table(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Ten
 
 
 def apply_rotary(x_BTHK: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotates every head of x by its position, in fp32; the result has x's shape and dtype."""
+    """Rotates every head of x according to its position, in fp32; the result has x's shape and dtype."""
     cos, signed_sin = table
     x = x_BTHK.float()
     swapped = x.roll(x.shape[-1] // 2, dims=-1)

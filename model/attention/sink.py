@@ -1,10 +1,10 @@
-"""A learned attention sink as one more position, for kernels that know nothing of sinks.
+"""A learned attention sink as an additional position, for kernels without support for sinks.
 
-The sink of head h has the logit b_h and no value, so that out = Σ softmax([s ; b_h])_i v_i. That is the ordinary output
-times σ(logsumexp(s) - b_h): a head may attend to nothing.
+The sink of head h has the logit b_h and no value, so that out = Σ softmax([s ; b_h])_i v_i. That equals the output
+without a sink times σ(logsumexp(s) - b_h), so a head can attend to nothing.
 
 Shapes: B batch, T queries, S visible positions, H query heads, G key/value heads, K query/key width, V value width,
-X widened query/key width.
+X padded query/key width.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torch import Tensor
 
 from model.parameters import Kind, ParameterSpec
 
-# CUDA kernels want widths in steps of 16 bytes, which are 8 values in bf16.
+# CUDA kernels need widths that are multiples of 16 bytes, or 8 elements in bf16.
 WIDTH_STEP = 8
 
 
 def sink_spec(num_heads: int) -> ParameterSpec:
-    """The role of the vector of b_h, which begin at 0: as much weight as a key of logit 0."""
+    """Returns the spec of the vector of b_h. They start at 0, where the sink weighs as much as a key with logit 0."""
     return ParameterSpec(Kind.ATTENTION_SINK, num_heads, 1, init_value=0.0)
 
 
 def prepend_sink(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same attention with the sink as position 0; the logits' scale stays 1/sqrt(K).
+    """Adds the sink as position 0 to the inputs of attention, for which the scale of the logits stays 1/sqrt(K).
 
-    Queries and keys get one more dimension: b_h sqrt(K) in the queries; 1 in the sink's key and 0 in the others. So the
-    sink's logit is b_h and no other logit changes. The queries hold b_h, since query heads that share a key differ in
-    it. The sink's value is 0. Zeros fill the width up to a multiple of 8.
+    Queries and keys get one more dimension: b_h sqrt(K) in the queries, 1 in the sink's key and 0 in the other keys. So
+    the sink's logit is b_h and no other logit changes. b_h is part of the queries because query heads that share a key
+    have different sinks. The sink's value is 0. The width is padded with zeros to a multiple of 8.
 
-    Without cached positions (T = S) a query of zeros goes before the others and keeps the causal mask square. Its
-    output is of no use: the caller takes the last T.
+    Without cached positions (T = S) a query of zeros is prepended too, which keeps the causal mask square. The caller
+    discards its output by taking the last T.
 
     Returns:
         q (B, H, T or T + 1, X), k (B, G, S + 1, X) and v (B, G, S + 1, V).

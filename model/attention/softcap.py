@@ -1,4 +1,4 @@
-"""Causal attention whose logits are capped, s <- c tanh(s / c) (Gemma 2, arXiv 2408.00118), which SDPA cannot do.
+"""Causal attention with capped logits, s <- c tanh(s / c) (Gemma 2, arXiv 2408.00118), which SDPA does not support.
 
 Shapes: B batch, T queries, S visible positions, H query heads, G key/value heads, K query/key width, V value width.
 """
@@ -17,31 +17,32 @@ from torch.utils.checkpoint import checkpoint
 from model.attention.sink import prepend_sink
 from model.attention.weights import attention_weights
 
-# Logits of one chunk of queries: 4 MiB in fp32, of which the backward pass holds a handful at a time. Larger is slower.
+# Number of logits in a chunk of queries: 4 MiB in fp32, of which the backward pass holds a few copies at a time. Larger
+# chunks are slower.
 MAX_CHUNK_SCORES = 2**20
-# Triton's products need this width.
+# The minimum width of Triton's matrix products.
 MIN_FLEX_WIDTH = 16
 
 
 def softcap_attention(
     q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor, softcap: float, sink_H: Tensor | None = None
 ) -> Tensor:
-    """Attention with capped logits (B, H, T, V); see `model.attention.causal.causal_attention`.
+    """Returns attention with capped logits (B, H, T, V); see `model.attention.causal.causal_attention`.
 
-    By FlexAttention on a GPU. Without one, with cached positions, and with heads that are too narrow for it, by plain
-    products.
+    It uses FlexAttention on a GPU, and explicit matrix products on the CPU, with cached positions, or with heads too
+    narrow for FlexAttention.
     """
     if can_use_flex(q_BHTK, k_BGSK, v_BGSV):
         return use_flex(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H)
     attend_in_chunks = chunked_softcap_attention
     if torch.compiler.is_compiling():
-        # Compiled, the loop would be unrolled, which takes minutes for a long context.
+        # The compiler would unroll the loop, which takes minutes for a long context.
         attend_in_chunks = torch.compiler.disable(attend_in_chunks)
     return attend_in_chunks(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H)
 
 
 def can_use_flex(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSV: Tensor) -> bool:
-    """Whether FlexAttention can do it: on a GPU, without cached positions, with heads that are wide enough."""
+    """Returns whether FlexAttention applies: on a GPU, without cached positions, with heads that are wide enough."""
     is_wide_enough = min(k_BGSK.shape[-1], v_BGSV.shape[-1]) >= MIN_FLEX_WIDTH
     return q_BHTK.is_cuda and is_wide_enough and q_BHTK.shape[2] == k_BGSK.shape[2]
 
@@ -54,7 +55,7 @@ def use_flex(
     sink_H: Tensor | None,
     block_mask: BlockMask | None = None,
 ) -> Tensor:
-    """`flex_softcap_attention`, compiled: with the whole block, or alone."""
+    """Calls `flex_softcap_attention`, compiled along with the enclosing block or by itself."""
     if torch.compiler.is_compiling():
         return flex_softcap_attention(q_BHTK, k_BGSK, v_BGSV, softcap, sink_H, block_mask=block_mask)
     attend = _compiled_flex_attention()
@@ -64,7 +65,7 @@ def use_flex(
 def plain_softcap_attention(
     q_BHTK: Tensor, k_BHTK: Tensor, v_BHTV: Tensor, softcap: float, sink_H: Tensor | None, mask_TT: Tensor | None
 ) -> Tensor:
-    """The same without FlexAttention where T = S: causal in chunks, or, for few tokens, with another mask."""
+    """Returns the same without FlexAttention for T = S: causal in chunks, or, for few tokens, with the given mask."""
     if mask_TT is None:
         return chunked_softcap_attention(q_BHTK, k_BHTK, v_BHTV, softcap, sink_H)
     return _attend(q_BHTK, k_BHTK, v_BHTV, softcap, sink_H, mask_TT)
@@ -78,10 +79,12 @@ def chunked_softcap_attention(
     sink_H: Tensor | None = None,
     chunk_queries: int | None = None,
 ) -> Tensor:
-    """The same in chunks of queries, each computed again in the backward pass, so that no T x S matrix exists at once.
+    """Returns the same, computed in chunks of queries, so that the whole T x S matrix is never materialised.
+
+    The backward pass recomputes each chunk.
 
     Args:
-        chunk_queries: queries of a chunk; None: as many as give MAX_CHUNK_SCORES logits.
+        chunk_queries: Number of queries in a chunk; None: as many as fit in MAX_CHUNK_SCORES logits.
     """
     B, H, T, _ = q_BHTK.shape
     S = k_BGSK.shape[2]
@@ -93,7 +96,7 @@ def chunked_softcap_attention(
         end += q_BHtK.shape[2]
         visible = (q_BHtK, k_BGSK[:, :, :end], v_BGSV[:, :, :end])
         if torch.is_grad_enabled():
-            # Nothing here is random, so there is no generator state to save.
+            # Attention uses no random numbers, so there is no generator state to save.
             output = checkpoint(_attend, *visible, softcap, sink_H, use_reentrant=False, preserve_rng_state=False)
         else:
             output = _attend(*visible, softcap, sink_H)
@@ -109,11 +112,11 @@ def _attend(
     sink_H: Tensor | None,
     mask_TS: Tensor | None = None,
 ) -> Tensor:
-    """Plain products in fp32 (fp64 for fp64 inputs), whatever autocast says; the result has the queries' dtype."""
+    """Computes explicit products in fp32 (fp64 for fp64 inputs), even under autocast; returns the queries' dtype."""
     (B, H, T, K), G = q_BHTK.shape, k_BGSK.shape[1]
     dtype = torch.promote_types(q_BHTK.dtype, torch.float32)
     with torch.autocast(q_BHTK.device.type, enabled=False):
-        # Query heads that share a key are rows of one product.
+        # Query heads that share a key are rows of a single product.
         q_BGXK = q_BHTK.to(dtype).reshape(B, G, -1, K) * K**-0.5
         scores_BHTS = (q_BGXK @ k_BGSK.to(dtype).mT).view(B, H, T, -1)
         weights_BHTS = attention_weights(scores_BHTS, softcap, sink_H, mask_TS)
@@ -130,12 +133,12 @@ def flex_softcap_attention(
     attend: Callable[..., Any] = flex_attention,
     block_mask: BlockMask | None = None,
 ) -> Tensor:
-    """The same by FlexAttention without cached positions (T = S).
+    """Returns the same with FlexAttention, without cached positions (T = S).
 
     Args:
-        softcap: None: no cap.
+        softcap: Cap on the logits; None: no cap.
         attend: `flex_attention`, compiled or not.
-        block_mask: what is visible, the sink included; None: all positions up to the query's.
+        block_mask: The mask, including the sink; None: causal.
     """
     T, scale, has_sink = q_BHTK.shape[2], q_BHTK.shape[3] ** -0.5, sink_H is not None
     if sink_H is not None:
@@ -147,7 +150,7 @@ def flex_softcap_attention(
         return torch.where(key == 0, score, capped) if has_sink else capped
 
     if block_mask is None:
-        # Compiled blocks make the mask anew: the compiler does not see through the cache.
+        # Compiled blocks build the mask on every call, because the compiler cannot trace lru_cache.
         make_mask = _block_mask if torch.compiler.is_compiling() else _cached_block_mask
         block_mask = make_mask(k_BGSK.shape[2], q_BHTK.device)
     out_BHTV = attend(

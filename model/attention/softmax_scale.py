@@ -1,4 +1,4 @@
-"""Scalable-Softmax (Nakanishi, arXiv 2501.19399): logits that grow with the logarithm of the visible keys.
+"""Scalable-Softmax (Nakanishi, arXiv 2501.19399): logits scaled by the logarithm of the number of visible keys.
 
 Shapes: B batch, T time, H query heads, K head width.
 """
@@ -14,16 +14,16 @@ from model.parameters import Kind, ParameterSpec
 
 
 class SoftmaxScale(nn.Module):
-    """q <- q s_h log(n), with s_h learned for every query head and n the keys that the query sees.
+    """Scales queries, q <- q s_h log(n), where s_h is learned per query head and n is the number of visible keys.
 
-    All s begin as 1/log(max_seq_len), so that at first the scale is 1 for the last query of a full context and less
-    before it. That value is ours.
+    Every s_h starts at 1/log(max_seq_len), so that the initial scale is 1 for the last query of a full context and
+    smaller for earlier ones. This initial value is not from the paper.
     """
 
     def __init__(self, num_heads: int, max_seq_len: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        # A context of one token has only log(1) = 0, which any factor leaves as it is.
+        # With a context of one token log(n) is 0, so that the factor does not matter.
         self.init_value = 1 / math.log(max(max_seq_len, 2))
         self.weight = nn.Parameter(torch.empty(num_heads))
 
@@ -31,11 +31,11 @@ class SoftmaxScale(nn.Module):
         return {"weight": ParameterSpec(Kind.SOFTMAX_SCALE, self.num_heads, 1, init_value=self.init_value)}
 
     def forward(self, q_BHTK: Tensor, first_position: int, positions_BT: Tensor | None = None) -> Tensor:
-        """Scales the queries in fp32; q's dtype is kept.
+        """Scales the queries in fp32; the result has q's dtype.
 
         Args:
-            first_position: position of the first query, 0-based; the others follow.
-            positions_BT: positions within documents instead, of which alone the keys are visible.
+            first_position: 0-based position of the first query; the other queries follow it.
+            positions_BT: Positions within documents, outside which no keys are visible; replaces first_position.
         """
         if positions_BT is not None:
             visible_B1T = (positions_BT + 1).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Explicit attention weights, where no fused kernel computes them.
+"""Explicit attention weights, for code that does not use a fused kernel.
 
 Shapes: B batch, T queries, S visible positions, H query heads.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tensor:
-    """(T, S): whether a query sees a key, where the queries are the last T of S positions."""
+    """Returns whether each query sees each key (T, S), where the queries are the last T of S positions."""
     return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries)
 
 
@@ -20,14 +20,14 @@ def attention_weights(
     sink_H: Tensor | None = None,
     mask_TS: Tensor | None = None,
 ) -> Tensor:
-    """The softmax over the visible ones of S positions (B, H, T, S), where the queries are the last T of them.
+    """Returns the softmax over visible positions (B, H, T, S), where the queries are the last T of S positions.
 
     Args:
-        scores_BHTS: the logits q·k / sqrt(K).
-        softcap: c of c tanh(s / c) (Gemma 2, arXiv 2408.00118), before the mask; None: no cap.
-        sink_H: the logit of one more position that takes weight and has no value, never capped; with it the weights
-            sum to less than 1. None: no sink.
-        mask_TS: whether a query sees a key; None: it sees itself and all before.
+        scores_BHTS: The logits q·k / sqrt(K).
+        softcap: c of c tanh(s / c) (Gemma 2, arXiv 2408.00118), applied before the mask; None: no cap.
+        sink_H: The uncapped logit of a sink that takes weight but has no value, so that the weights sum to less than 1;
+            None: no sink.
+        mask_TS: Whether each query sees each key; None: causal.
     """
     T, S = scores_BHTS.shape[2:]
     if softcap is not None:

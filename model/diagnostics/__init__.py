@@ -1,1 +1,1 @@
-"""Measurements of attention, as pure functions: live in training, and offline on a trained model."""
+"""Measurements of attention as pure functions, for monitoring training and analysing trained models."""

@@ -1,8 +1,8 @@
-"""The analyses of Mudarisov et al., arXiv 2508.17821, on one layer's attention: tables with one row a head.
+"""The analyses of Mudarisov et al., arXiv 2508.17821, for one layer's attention, as tables with one row per head.
 
-A row is a dict; `head` counts from 0 within the layer, `L` is the number of visible tokens of the query, `N` the size
-of the set. Measures are means over the sequences of the batch. The sampled queries stand for the lengths: a query at
-position t sees L = t + 1 tokens.
+A row is a dict. `head` is the head's 0-based index within the layer, `L` the number of tokens visible to the query, and
+`N` the size of the set. Values are means over the sequences of the batch. Each sampled query represents one context
+length: a query at position t sees L = t + 1 tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 def at_query(attention: SampledAttention, query: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """(weights (B, H, 1, L), values (B, H, L, V), position (1), L) of one sampled query; hidden tokens are cut off."""
+    """Returns (weights (B, H, 1, L), values (B, H, L, V), position (1), L) of a sampled query's visible tokens."""
     position_1 = attention.positions_Q[query : query + 1]
     num_visible = int(position_1) + 1
     weights = attention.weights_BHQT[:, :, query : query + 1, :num_visible]
@@ -34,7 +34,7 @@ def at_query(attention: SampledAttention, query: int) -> tuple[Tensor, Tensor, T
 
 
 def _sets(attention: SampledAttention, set_sizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor, int, int]]:
-    """`at_query` of every sampled query with every set size that it sees more than."""
+    """Yields `at_query` of every sampled query with every set size below its L."""
     for query in range(len(attention.positions_Q)):
         found = at_query(attention, query)
         for size in set_sizes:
@@ -45,7 +45,10 @@ def _sets(attention: SampledAttention, set_sizes: Sequence[int]) -> Iterator[tup
 def distance_rows(
     attention: SampledAttention, set_sizes: Sequence[int], num_random_sets: int, generator: torch.Generator
 ) -> Iterator[Row]:
-    """Distances of the top-N set and of random sets: `top`, its `bound`, `random`, and `random_estimate` below that."""
+    """Yields the distances of the top-N set and of random sets.
+
+    `top` has the upper bound `bound`, and `random` the lower bound `random_estimate`.
+    """
     for weights, values, position, num_visible, size in _sets(attention, set_sizes):
         chosen = geometry.top_set(weights, size)
         columns = {
@@ -58,7 +61,7 @@ def distance_rows(
 
 
 def separability_rows(attention: SampledAttention, set_sizes: Sequence[int]) -> Iterator[Row]:
-    """`share` of separable tokens of the top-N set, its `lower_bound` and the `upper_estimate`; unit values."""
+    """Yields the `share` of separable tokens in the top-N set, its `lower_bound` and `upper_estimate` (unit values)."""
     for weights, values, position, num_visible, size in _sets(attention, set_sizes):
         found = geometry.separability(weights, values, position, size)
         columns = {
@@ -72,7 +75,7 @@ def separability_rows(attention: SampledAttention, set_sizes: Sequence[int]) -> 
 def critical_distances(
     attention: SampledAttention, set_sizes: Sequence[int], num_random_sets: int, generator: torch.Generator
 ) -> Iterator[Row]:
-    """`top` and `random` distances for a fine grid of N, for the test that tells the two apart (`critical_size`)."""
+    """Yields `top` and `random` distances for a fine grid of N, from which `critical_size` is determined."""
     for weights, values, position, num_visible, size in _sets(attention, set_sizes):
         chosen = geometry.top_set(weights, size)
         columns = {
@@ -83,10 +86,10 @@ def critical_distances(
 
 
 def weight_rows(attention: SampledAttention) -> Iterator[Row]:
-    """What the weights of each length look like.
+    """Yields statistics of the weights for each context length.
 
-    `entropy` in nats and divided by log L, `effective_tokens`, `max_logit`; `first_token_weight`; and for vanishing
-    attention the smallest and largest weight times L.
+    `entropy` in nats, `relative_entropy` (divided by log L), `effective_tokens`, `max_logit` and `first_token_weight`;
+    and, for vanishing attention, the smallest and largest weight times L (`scaled_min`, `scaled_max`).
     """
     for query in range(len(attention.positions_Q)):
         weights, _, _, num_visible = at_query(attention, query)
@@ -110,8 +113,10 @@ def sensitivity_rows(
     epsilons: Sequence[float],
     generator: torch.Generator,
 ) -> Iterator[Row]:
-    """`sensitivity` of the longest query's softmax in a random direction, its `bound`, and for the smallest ε the
-    bracket `jacobian_low`, `jacobian_high` of the largest possible one."""
+    """Yields the `sensitivity` of the last sampled query's softmax in a random direction, and its `bound`.
+
+    `jacobian_low` and `jacobian_high` bracket the largest sensitivity in any direction as ε goes to 0.
+    """
     query = len(attention.positions_Q) - 1
     _, _, _, num_visible = at_query(attention, query)
     logits = attention.logits_BHQT[:, :, query : query + 1, :num_visible].double()
@@ -134,7 +139,7 @@ def sensitivity_rows(
 
 
 def _rows(fixed: Row, columns: dict[str, Tensor]) -> Iterator[Row]:
-    """One row a head from columns (B, H, 1), means over B."""
+    """Yields one row per head from columns (B, H, 1), averaged over B."""
     means = {name: values.double().mean(dim=(0, 2)).tolist() for name, values in columns.items()}
     for head in range(len(next(iter(means.values())))):
         yield {"head": head, **fixed, **{name: values[head] for name, values in means.items()}}

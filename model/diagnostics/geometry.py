@@ -1,15 +1,15 @@
-"""How far the values that a head selects lie from those that it leaves out (Mudarisov et al., arXiv 2508.17821).
+"""How far the values that a head selects are from the others (Mudarisov et al., arXiv 2508.17821).
 
 A query attends to L visible tokens with weights α_i and values x_i. A set I of N of them has the sum s = Σ_I α_i x_i,
-with the weights as they are. Then
+without renormalising the weights. Then
 
     distance          d = Σ over tokens outside I of ‖α_i x_i - s‖
-    separable tokens  those of I whose α_i x_i is nearer to s than that of any token outside
+    separable tokens  those in I whose α_i x_i is closer to s than that of any token outside
 
-Bounds and estimates are the paper's as corrected; the tests say which of them always hold.
+Bounds and estimates are corrected versions of the paper's; the tests check those that always hold.
 
-Shapes: B sequences, H heads, Q queries, T positions, V value width, N tokens of a set. Weights are 0 where a query does
-not see a token; a query at position t sees t + 1 tokens, and every function wants N of at most t.
+Shapes: B sequences, H heads, Q queries, T positions, V value width, N tokens in a set. Weights are 0 where a query does
+not see a token; a query at position t sees t + 1 tokens, and every function requires N to be at most t.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from model.stability.drift import visible
 
 @dataclass(frozen=True)
 class Separability:
-    """N_s / N of every query (B, H, Q), with what the paper's geometry says about it.
+    """The share N_s / N of separable tokens of every query (B, H, Q), with the paper's bound and estimate.
 
     Attributes:
         share: N_s / N.
-        lower_bound: it is never below this when all values have length 1.
-        upper_estimate: an estimate that is exceeded now and then.
+        lower_bound: A lower bound of the share if all values have norm 1.
+        upper_estimate: An estimate from above that the share may occasionally exceed.
     """
 
     share: Tensor
@@ -39,19 +39,19 @@ class Separability:
 
 
 def top_set(weights_BHQT: Tensor, size: int) -> Tensor:
-    """The N largest weights of every query, as a mask (B, H, Q, T)."""
+    """Returns the N largest weights of every query, as a mask (B, H, Q, T)."""
     chosen_BHQN = weights_BHQT.topk(size, dim=-1).indices
     return torch.zeros_like(weights_BHQT, dtype=torch.bool).scatter_(-1, chosen_BHQN, True)
 
 
 def random_set(positions_Q: Tensor, shape_BHQT: torch.Size, size: int, generator: torch.Generator) -> Tensor:
-    """N random visible tokens of every query, all sets alike likely, as a mask (B, H, Q, T)."""
+    """Returns N uniformly random visible tokens for every query, as a mask (B, H, Q, T)."""
     keys = torch.rand(shape_BHQT, generator=generator, dtype=torch.float64)
     return top_set(keys.masked_fill(~visible(positions_Q.cpu(), shape_BHQT[-1]), -1.0), size).to(positions_Q.device)
 
 
 def set_distance(weights_BHQT: Tensor, values_BHTV: Tensor, positions_Q: Tensor, chosen_BHQT: Tensor) -> Tensor:
-    """The distance d of every query's set (B, H, Q)."""
+    """Returns the distance d of every query's set (B, H, Q)."""
     sum_BHQV = (weights_BHQT * chosen_BHQT) @ values_BHTV
     distances_BHQT = squared_distances(weights_BHQT, values_BHTV, sum_BHQV).sqrt()
     is_outside = visible(positions_Q, weights_BHQT.shape[-1]) & ~chosen_BHQT
@@ -59,7 +59,7 @@ def set_distance(weights_BHQT: Tensor, values_BHTV: Tensor, positions_Q: Tensor,
 
 
 def distance_bound(weights_BHQT: Tensor, values_BHTV: Tensor, positions_Q: Tensor, chosen_BHQT: Tensor) -> Tensor:
-    """An upper bound of the distance of the top-N set (B, H, Q); for other sets it can fail.
+    """Returns an upper bound of the distance of the top-N set (B, H, Q); it need not hold for other sets.
 
     d <= (1 - ᾱ) d₁ + max_I ‖x_j‖ [ᾱ (L - N) - (1 - ᾱ)],      ᾱ = Σ_I α_i,  d₁ = max ‖x_i - x_j‖, i outside, j in I
     """
@@ -82,7 +82,7 @@ def random_distance(
     num_sets: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Mean distance of `num_sets` random sets of every query (B, H, Q)."""
+    """Returns the mean distance of `num_sets` random sets for every query (B, H, Q)."""
     total = torch.zeros(weights_BHQT.shape[:3], dtype=weights_BHQT.dtype, device=weights_BHQT.device)
     for _ in range(num_sets):
         chosen = random_set(positions_Q, weights_BHQT.shape, size, generator)
@@ -91,21 +91,21 @@ def random_distance(
 
 
 def random_distance_estimate(weights_BHQT: Tensor, values_BHTV: Tensor, positions_Q: Tensor, size: int) -> Tensor:
-    """A lower bound of the expected distance of a random set (B, H, Q), by Jensen's inequality.
+    """Returns a lower bound of the expected distance of a random set (B, H, Q), by Jensen's inequality.
 
     (L - N) / L · Σ_i ‖(1 + c) α_i x_i - c x̄‖,      c = N / (L - 1),  x̄ = Σ_j α_j x_j
     """
     num_visible_Q = (positions_Q + 1).to(weights_BHQT.dtype)
     c_Q1 = (size / (num_visible_Q - 1))[:, None]
     mean_BHQV = weights_BHQT @ values_BHTV
-    # ‖(1 + c) α x - c x̄‖ is the distance of the weight (1 + c) α from the point c x̄.
+    # ‖(1 + c) α x - c x̄‖ is the distance between the value with weight (1 + c) α and the point c x̄.
     squares_BHQT = squared_distances((1 + c_Q1) * weights_BHQT, values_BHTV, c_Q1 * mean_BHQV)
     distances = squares_BHQT.sqrt() * visible(positions_Q, weights_BHQT.shape[-1])
     return (num_visible_Q - size) / num_visible_Q * distances.sum(dim=-1)
 
 
 def separability(weights_BHQT: Tensor, values_BHTV: Tensor, positions_Q: Tensor, size: int) -> Separability:
-    """N_s / N of the top-N sets, with values scaled to length 1, for which the bounds are made."""
+    """Returns N_s / N of the top-N sets, with values scaled to norm 1, which the bounds assume."""
     units_BHTV = torch.nn.functional.normalize(values_BHTV, dim=-1)
     chosen_BHQT = top_set(weights_BHQT, size)
     chosen_weights = weights_BHQT * chosen_BHQT
@@ -126,7 +126,7 @@ def separability(weights_BHQT: Tensor, values_BHTV: Tensor, positions_Q: Tensor,
 
 
 def _members(values_BHTV: Tensor, chosen_BHQT: Tensor) -> Tensor:
-    """The values of every query's set (B, H, Q, N, V); all sets have the same size."""
+    """Returns the values of every query's set (B, H, Q, N, V); all sets must have the same size."""
     size = int(chosen_BHQT[0, 0, 0].sum())
     index_BHQN = chosen_BHQT.to(torch.uint8).topk(size, dim=-1).indices
     return torch.stack(
@@ -139,7 +139,7 @@ def _members(values_BHTV: Tensor, chosen_BHQT: Tensor) -> Tensor:
 
 
 def _closest_pairs(members_BHQNV: Tensor) -> Tensor:
-    """Smallest distance between two different members of every set (B, H, Q); 0 for sets of one."""
+    """Returns the smallest distance between two different members of every set (B, H, Q); 0 for sets of one."""
     between_BHQNN = torch.cdist(members_BHQNV, members_BHQNV, compute_mode="donot_use_mm_for_euclid_dist")
     is_same = torch.eye(members_BHQNV.shape[3], dtype=torch.bool, device=members_BHQNV.device)
     return between_BHQNN.masked_fill(is_same, torch.inf).amin(dim=(3, 4)).nan_to_num(posinf=0.0)

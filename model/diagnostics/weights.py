@@ -1,7 +1,7 @@
-"""Attention weights of sampled queries, and what they say about a head.
+"""Attention weights of sampled queries, and per-head statistics of them.
 
-Entropy, the largest weight and that of the first token follow Mudarisov et al., arXiv 2508.17821, and Zhai et al.,
-arXiv 2303.06296; rising and falling entropy are both of interest.
+Entropy, the largest weight and the first token's weight follow Mudarisov et al., arXiv 2508.17821, and Zhai et al.,
+arXiv 2303.06296. Both rising and falling entropy are informative.
 
 Shapes: B sequences, H query heads, G key heads, Q sampled queries, T positions, K query/key width, V value width. A
 query at position t sees L = t + 1 positions.
@@ -20,13 +20,13 @@ from model.stability.drift import visible
 
 @dataclass(frozen=True)
 class SampledAttention:
-    """What one layer attends to from some queries.
+    """One layer's attention from sampled queries.
 
     Attributes:
-        positions_Q: positions of the queries.
-        logits_BHQT: q·k / sqrt(K), before a softcap; 0 where hidden.
-        weights_BHQT: softmax weights; 0 where hidden. With a sink they sum to less than 1.
-        values_BHTV: values, one set a query head.
+        positions_Q: Positions of the queries.
+        logits_BHQT: q·k / sqrt(K), before a softcap; 0 where masked.
+        weights_BHQT: Softmax weights; 0 where masked. With a sink they sum to less than 1.
+        values_BHTV: Values, repeated for every query head.
     """
 
     positions_Q: Tensor
@@ -42,11 +42,11 @@ def sampled_attention(
     softcap: float | None = None,
     sink_H: Tensor | None = None,
 ) -> SampledAttention:
-    """Weights from the logits of `model.stability.drift.sampled_logits`.
+    """Computes the weights from the logits of `model.stability.drift.sampled_logits`.
 
     Args:
         softcap: c of c tanh(s / c); None: no cap.
-        sink_H: logit of every head's sink; None: no sink.
+        sink_H: The logit of every head's sink; None: no sink.
     """
     scores = logits_BHQT if softcap is None else softcap * (logits_BHQT / softcap).tanh()
     scores = scores.masked_fill(~visible(positions_Q, scores.shape[-1]), -torch.inf)
@@ -58,21 +58,21 @@ def sampled_attention(
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """-Σ α log α over the last dimension, in nats; zero weights count nothing."""
+    """Returns -Σ α log α over the last dimension, in nats; zero weights contribute 0."""
     return torch.special.entr(weights).sum(dim=-1)
 
 
 def head_statistics(attention: SampledAttention, set_sizes: Sequence[int] = ()) -> dict[str, Tensor]:
-    """Statistics of every head (H), over sequences and queries.
+    """Returns statistics of every head (H), over sequences and queries.
 
     max_logit           largest visible logit
     entropy             mean entropy in nats
-    relative_entropy    mean entropy / log L, from 0 (one token) to 1 (all alike); without the query at position 0
+    relative_entropy    mean entropy / log L, from 0 (one token) to 1 (uniform); excludes the query at position 0
     largest_weight      mean of the largest weight
     effective_tokens    mean of e^entropy
-    first_token_weight  mean weight of position 0; without the query at position 0
-    separability_N      mean share of the N largest weights' values that are separable (`separable_share`), for every N
-                        of `set_sizes` that some query sees more than
+    first_token_weight  mean weight of position 0; excludes the query at position 0
+    separability_N      mean share of separable tokens among the N largest weights (`separable_share`), for every N in
+                        `set_sizes` that is smaller than L for some query
     """
     positions_Q, weights_BHQT = attention.positions_Q, attention.weights_BHQT
     is_visible_QT = visible(positions_Q, weights_BHQT.shape[-1])
@@ -99,10 +99,10 @@ def head_statistics(attention: SampledAttention, set_sizes: Sequence[int] = ()) 
 
 
 def separable_share(weights_BHQT: Tensor, values_BHTV: Tensor, positions_Q: Tensor, size: int) -> Tensor:
-    """N_s / N of the N largest weights of every query (B, H, Q); N is `size`, smaller than what each query sees.
+    """Returns N_s / N of the N largest weights of every query (B, H, Q), where N is `size` and below every query's L.
 
-    With I the N largest weights and s = Σ_I α_i x_i: a token of I is separable when α_i x_i is nearer to s than that of
-    any token outside I (arXiv 2508.17821). N = 1 gives 1.
+    With I the tokens of the N largest weights and s = Σ_I α_i x_i, a token in I is separable if α_i x_i is closer to s
+    than that of any token outside I (arXiv 2508.17821). The share is 1 for N = 1.
     """
     top_BHQN = weights_BHQT.topk(size, dim=-1).indices
     is_top_BHQT = torch.zeros_like(weights_BHQT, dtype=torch.bool).scatter_(-1, top_BHQN, True)
@@ -115,7 +115,7 @@ def separable_share(weights_BHQT: Tensor, values_BHTV: Tensor, positions_Q: Tens
 
 
 def squared_distances(weights_BHQT: Tensor, values_BHTV: Tensor, points_BHQV: Tensor) -> Tensor:
-    """‖α_i x_i - s‖² of every token (B, H, Q, T), without building the vectors α_i x_i."""
+    """Returns ‖α_i x_i - s‖² of every token (B, H, Q, T), without materialising the vectors α_i x_i."""
     norms_BH1T = values_BHTV.square().sum(dim=-1).unsqueeze(2)
     products_BHQT = points_BHQV @ values_BHTV.mT
     squares = weights_BHQT.square() * norms_BH1T - 2 * weights_BHQT * products_BHQT
@@ -123,6 +123,6 @@ def squared_distances(weights_BHQT: Tensor, values_BHTV: Tensor, points_BHQV: Te
 
 
 def mean_change(new_BHQT: Tensor, old_BHQT: Tensor, positions_Q: Tensor) -> Tensor:
-    """Mean absolute difference of two `sampled_logits` over sequences, queries and visible keys, by head (H)."""
+    """Returns each head's mean absolute difference (H) of two `sampled_logits` over their visible elements."""
     B, _, _, T = new_BHQT.shape
     return (new_BHQT - old_BHQT).abs().sum(dim=(0, 2, 3)) / (B * visible(positions_Q, T).sum())

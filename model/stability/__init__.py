@@ -1,1 +1,1 @@
-"""Control of the query/key weights, as pure functions."""
+"""Query/key control as pure functions: learning rate policies, clipping, drift and Muon's step."""

@@ -1,14 +1,15 @@
-"""The policy `adaptive`: a controller of every layer's query/key learning rate. This project's own, not from a paper.
+"""The policy `adaptive`, a controller of every layer's query/key learning rate. It is this project's own method.
 
-How far a step moves the logits is a product of the learning rate and of weights and inputs that change during training.
-The controller measures it, and moves each layer's alpha so that the drift stays at a target:
+How far a step moves the logits depends on the learning rate, and on weights and inputs that change during training.
+The controller measures this drift, and adjusts each layer's alpha to keep it at a target:
 
     alpha_l <- clip(alpha_l (target / drift_l)^exponent, min_alpha, 1)
 
-The drift is the change of the logits that the query/key weights cause for *fixed* attention inputs
-(`launch.attention_control.probe` measures it), a step at the peak rate: each step counts as much as its rate is of the
-peak, so that the controller does not undo the schedule's decay. Without a target, the median over all layers of the
-first ten measurements after the warm-up becomes the target; alpha stays where it starts until then.
+The drift is the change of the logits for *fixed* attention inputs, caused by the query/key weights alone
+(`launch.attention_control.probe` measures it). It is per step at the peak learning rate: each step is weighted by its
+learning rate relative to the peak, so that the controller does not undo the schedule's decay. If no target is
+configured, it becomes the median over all layers of the first ten measurements after the warm-up; until then alpha
+keeps its initial value.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ NUM_TARGET_MEASUREMENTS = 10
 
 
 def adapted_alpha(alpha: float, drift: float, target: float, exponent: float, min_alpha: float) -> float:
-    """A layer's next alpha, between min_alpha and 1; a drift of zero leaves it unchanged, as does one not finite."""
+    """Returns a layer's next alpha, between min_alpha and 1; it is unchanged if the drift is zero or non-finite."""
     if drift <= 0 or not math.isfinite(drift):
         return alpha
     return min(max(alpha * (target / drift) ** exponent, min_alpha), 1.0)
 
 
 class AdaptiveController:
-    """Alpha of every layer.
+    """Adjusts the alpha of every layer.
 
     Attributes:
-        alphas: one a layer, the learning rate of its query/key matrices relative to the base rate.
-        target: drift to hold; None until enough was measured.
+        alphas: The learning rate of each layer's query/key matrices, relative to the base learning rate.
+        target: The drift to maintain; None until there are enough measurements.
     """
 
     def __init__(self, num_layers: int, alpha: float, target: float | None, exponent: float, min_alpha: float) -> None:
@@ -45,7 +46,7 @@ class AdaptiveController:
         self._history: list[list[float]] = []
 
     def observe(self, drifts: Sequence[float]) -> None:
-        """Takes one measurement after the warm-up, one drift a layer, and moves alphas once there is a target."""
+        """Takes a measurement after the warm-up, one drift per layer, and adjusts the alphas once there is a target."""
         if self.target is None:
             self._history.append(list(drifts))
             if len(self._history) < NUM_TARGET_MEASUREMENTS:
@@ -60,11 +61,11 @@ class AdaptiveController:
         ]
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Returns the state to store in a checkpoint."""
         return {"alphas": self.alphas, "target": self.target, "history": self._history}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes a checkpoint's alphas, and its target unless the configuration sets one."""
+        """Restores a checkpoint's state, except for its target if the configuration sets one."""
         self.alphas = list(state["alphas"])
         self._history = [list(row) for row in state["history"]]
         if not self._has_fixed_target:

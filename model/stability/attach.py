@@ -1,11 +1,12 @@
-"""Query/key control for any PyTorch training loop: hooks on a torch optimizer, without this project's engine.
+"""Query/key control for any PyTorch training loop, through hooks on a torch optimizer.
 
     from model.stability.attach import QueryKeyHooks, llama_weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     hooks = QueryKeyHooks(optimizer, llama_weights(model), alpha=0.1)
 
-Weights must be whole on the device (no ZeRO, no FSDP). They need no group of their own: the hooks scale the step by
-alpha times the head's ratio, which for an optimizer whose step is proportional to its rate is the same as a lower rate.
+The weights must not be sharded (no ZeRO, no FSDP), but they need no parameter group of their own. The hooks scale the
+step by alpha times the head's ratio. For an optimizer whose step is proportional to its learning rate, that is
+equivalent to a lower learning rate.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from model.stability.policies import quack_ratios
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """One layer's query and key matrices, (heads · head_dim, inputs) each; keys may have fewer heads."""
+    """One layer's query and key matrices, each (heads · head_dim, inputs); keys may have fewer heads."""
 
     query: nn.Parameter
     key: nn.Parameter
@@ -32,28 +33,28 @@ class AttentionWeights:
 
 
 def llama_weights(model: Any) -> list[AttentionWeights]:
-    """The layers of a `transformers` decoder that names its parts like Llama (Qwen, Mistral, SmolLM and others).
+    """Returns the layers of a `transformers` decoder with Llama's module names (Qwen, Mistral, SmolLM and others).
 
     Raises:
-        ValueError: the model has no `model.layers[*].self_attn.q_proj` and `k_proj`.
+        ValueError: The model has no `model.layers[*].self_attn.q_proj` and `k_proj`.
     """
     try:
         modules = [layer.self_attn for layer in model.model.layers]
         return [AttentionWeights(part.q_proj.weight, part.k_proj.weight, part.head_dim) for part in modules]
     except AttributeError as error:
-        raise ValueError(f"{type(model).__name__} does not name its parts like Llama: {error}") from None
+        raise ValueError(f"{type(model).__name__} does not have Llama's module names: {error}") from None
 
 
 class QueryKeyHooks:
-    """Scales each head's step by alpha, and with `quack` by its ratio (see `model.stability.policies`).
+    """Scales each head's step by alpha and, with `quack`, by its ratio (see `model.stability.policies`).
 
     Args:
-        optimizer: a torch optimizer over (at least) these weights.
-        layers: alike in the number and width of their heads.
-        alpha: factor of the query/key learning rate.
+        optimizer: A torch optimizer over at least these weights.
+        layers: Attention layers with equal numbers and widths of heads.
+        alpha: Factor of the query/key learning rate.
         policy: `constant` or `quack`.
-        has_qk_norm: whether the model normalises queries and keys.
-        max_ratio: cap of the ratios; None: none.
+        has_qk_norm: Whether the model normalises queries and keys.
+        max_ratio: Upper limit of the ratios; None: no limit.
 
     Raises:
         ValueError: alpha is not positive, the policy is unknown, there are no layers, or a head is zero.
@@ -73,7 +74,7 @@ class QueryKeyHooks:
         if policy not in ("constant", "quack"):
             raise ValueError(f"policy is {policy!r}; expected constant or quack")
         if not layers:
-            raise ValueError("there are no attention layers to control")
+            raise ValueError("layers is empty; expected at least one attention layer")
         self._layers = layers
         self._alpha = alpha
         self._policy = policy
@@ -84,7 +85,7 @@ class QueryKeyHooks:
             if policy == "quack" and not norms.all():
                 layer, head = (norms == 0).nonzero()[0].tolist()
                 raise ValueError(
-                    f"head {head} of the {kind.value} matrix of layer {layer} is zero; quack divides by it"
+                    f"head {head} of the {kind.value} matrix of layer {layer} is zero; quack divides by its norm"
                 )
         self.ratios: dict[Kind, Tensor] = {}
         self._old: list[tuple[Tensor, Tensor]] = []
@@ -94,15 +95,15 @@ class QueryKeyHooks:
         ]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The initial norms; they belong in a checkpoint."""
+        """Returns the initial norms, which must be stored in checkpoints."""
         return {kind.value: norms for kind, norms in self._initial.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes the initial norms of a checkpoint."""
+        """Restores the initial norms of a checkpoint."""
         self._initial = {Kind(kind): norms.to(self._device) for kind, norms in state.items()}
 
     def remove(self) -> None:
-        """Takes the hooks off the optimizer."""
+        """Removes the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
 
@@ -112,7 +113,7 @@ class QueryKeyHooks:
 
     @torch.no_grad()
     def _norms(self) -> dict[Kind, Tensor]:
-        """kind -> (L, heads), fp64."""
+        """Returns the norms of all heads: kind -> (L, heads), fp64."""
         tables: dict[Kind, list[Tensor]] = {Kind.QUERY: [], Kind.KEY: []}
         for layer in self._layers:
             for kind, weight in ((Kind.QUERY, layer.query), (Kind.KEY, layer.key)):

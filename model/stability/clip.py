@@ -1,13 +1,13 @@
-"""QK-Clip (Kimi K2 report, arXiv 2507.20534): query/key weights shrink after a step whose largest logit was too large.
+"""QK-Clip (Kimi K2 report, arXiv 2507.20534): scales query/key weights down after a step with too large a logit.
 
     S_h = max over the step's batch of q·k / sqrt(K)        γ_h = min(1, threshold / S_h)
 
     MHA   W_q^h and W_k^h times sqrt(γ_h)
-    GQA   γ of the largest S in the group, on the key head and its query heads (ours)
-    MLA   W_uq^h and W_uk^h times sqrt(γ_h), W_qr^h times γ_h; W_kr, which all heads share, stays
+    GQA   a key head and its query heads times sqrt(γ) of the group's largest S (not in the report)
+    MLA   W_uq^h and W_uk^h times sqrt(γ_h), W_qr^h times γ_h; W_kr, which all heads share, is unchanged
 
-The exact S_h costs a product of all queries with all keys. By Cauchy and Schwarz it is at most max‖q‖ max‖k‖ / sqrt(K),
-which costs next to nothing, so that only heads whose bound passes the threshold are computed.
+The exact S_h needs the product of all queries with all keys. By the Cauchy-Schwarz inequality it is at most
+max‖q‖ max‖k‖ / sqrt(K), which costs almost nothing, so only heads whose bound exceeds the threshold are computed.
 
 Shapes: B batch, T time, H query heads, G key heads, K query/key width, L layers.
 """
@@ -22,15 +22,17 @@ from torch import Tensor, nn
 
 from model.parameters import Kind
 
-CHUNK_NUMBERS = 1 << 24  # logits computed at once
+CHUNK_ELEMENTS = 1 << 24  # the number of logits computed at once
 
 
 class LogitMaxima:
-    """Largest logit of every query head of one layer since the last `reset`; the layer calls `update` in training.
+    """Tracks the largest logit of every query head of a layer since the last `reset`.
+
+    The layer calls `update` during training.
 
     Attributes:
-        max_H: fp32; -inf for heads whose bound stayed below the threshold.
-        row_mask_B: which rows of the batch count; None: all. Set it before the layer runs.
+        max_H: The largest logits, fp32; -inf for heads whose bound did not exceed the threshold.
+        row_mask_B: The rows of the batch that count; None: all. Set it before the layer runs.
     """
 
     def __init__(self, num_heads: int, threshold: float, device: torch.device) -> None:
@@ -39,12 +41,12 @@ class LogitMaxima:
         self.row_mask_B: Tensor | None = None
 
     def reset(self) -> None:
-        """Forgets what it has seen."""
+        """Resets all maxima to -inf."""
         self.max_H.fill_(-torch.inf)
 
     @torch.no_grad()
     def update(self, q_BHTK: Tensor, k_BGTK: Tensor, positions_BT: Tensor | None = None) -> None:
-        """Takes one forward pass into account; `positions_BT` as in `causal_logit_maxima`."""
+        """Updates the maxima with one forward pass; `positions_BT` is the same as in `causal_logit_maxima`."""
         with torch.autocast(q_BHTK.device.type, enabled=False):
             maxima_BH = causal_logit_maxima(
                 q_BHTK.detach(), k_BGTK.detach(), self._threshold, self.row_mask_B, positions_BT
@@ -59,11 +61,13 @@ def causal_logit_maxima(
     row_mask_B: Tensor | None = None,
     positions_BT: Tensor | None = None,
 ) -> Tensor:
-    """Largest visible logit of every sequence and head (B, H), fp32; -inf where it cannot pass the threshold.
+    """Returns the largest visible logit of every sequence and head (B, H), fp32; -inf if its bound is too low.
 
     Args:
-        row_mask_B: sequences that count; None: all.
-        positions_BT: each token's position in its document, within which alone it sees; None: each row is one.
+        threshold: Logits are computed only for heads whose bound exceeds this.
+        row_mask_B: The sequences that count; None: all.
+        positions_BT: Each token's position in its document, outside which nothing is visible to it; None: each row is
+            one document.
     """
     T, num_queries_per_key = q_BHTK.shape[2], q_BHTK.shape[1] // k_BGTK.shape[1]
     scale = q_BHTK.shape[-1] ** -0.5
@@ -73,7 +77,7 @@ def causal_logit_maxima(
         passes_BH &= row_mask_B[:, None]
     result_BH = torch.full_like(bound_BH, -torch.inf)
     rows, heads = passes_BH.nonzero(as_tuple=True)
-    num_at_once = max(1, CHUNK_NUMBERS // T**2)
+    num_at_once = max(1, CHUNK_ELEMENTS // T**2)
     for start in range(0, len(rows), num_at_once):
         row_N, head_N = rows[start : start + num_at_once], heads[start : start + num_at_once]
         q_NTK, k_NTK = q_BHTK[row_N, head_N].float(), k_BGTK[row_N, head_N // num_queries_per_key].float()
@@ -87,9 +91,9 @@ def _largest_norm(heads_BHTK: Tensor) -> Tensor:
 
 
 def _causal_maxima(q_NTK: Tensor, k_NTK: Tensor, positions_NT: Tensor | None = None) -> Tensor:
-    """Largest q_t·k_s with s ≤ t, in the same document, of N heads (N), a chunk of queries at a time."""
+    """Returns the largest q_t·k_s with s ≤ t in the same document, for N heads (N), one chunk of queries at a time."""
     N, T, _ = q_NTK.shape
-    chunk = max(1, CHUNK_NUMBERS // (N * T))
+    chunk = max(1, CHUNK_ELEMENTS // (N * T))
     maxima = []
     for start in range(0, T, chunk):
         stop = min(start + chunk, T)
@@ -106,14 +110,14 @@ def _causal_maxima(q_NTK: Tensor, k_NTK: Tensor, positions_NT: Tensor | None = N
 
 @runtime_checkable
 class WatchesLogits(Protocol):
-    """An attention layer that shows its queries and keys to `logit_maxima` when it has one."""
+    """An attention layer that passes its queries and keys to `logit_maxima` if that is set."""
 
     num_heads: int
     logit_maxima: LogitMaxima | None
 
 
 def attach_logit_maxima(model: nn.Module, threshold: float, device: torch.device) -> list[LogitMaxima]:
-    """Gives every attention layer of a model its `LogitMaxima`, in the order of the layers."""
+    """Attaches a `LogitMaxima` to every attention layer of a model, and returns them in the order of the layers."""
     result = []
     for module in model.modules():
         if isinstance(module, WatchesLogits):
@@ -124,15 +128,15 @@ def attach_logit_maxima(model: nn.Module, threshold: float, device: torch.device
 
 
 def clip_factors(max_LH: Tensor, threshold: float, num_key_heads: int | None) -> dict[Kind, Tensor]:
-    """What to multiply each head's weights with.
+    """Returns the factors to multiply each head's weights by.
 
     Args:
-        max_LH: largest logits; values that are not positive do not clip.
-        threshold: largest logit allowed.
-        num_key_heads: G of multi-head or grouped-query attention; None: latent attention.
+        max_LH: The largest logits.
+        threshold: The largest allowed logit, positive.
+        num_key_heads: G for multi-head or grouped-query attention; None: latent attention.
 
     Returns:
-        kind -> (L, heads), exactly 1 for heads below the threshold.
+        kind -> (L, heads), exactly 1 for heads that do not exceed the threshold.
     """
     gamma_LH = torch.where(max_LH > threshold, threshold / max_LH, 1.0)
     if num_key_heads is None:
@@ -143,7 +147,7 @@ def clip_factors(max_LH: Tensor, threshold: float, num_key_heads: int | None) ->
 
 
 def logit_factor(factors: Mapping[Kind, Tensor]) -> Tensor:
-    """What `clip_factors` do to the logits of each query head (L, H)."""
+    """Returns the factor by which `clip_factors` scale the logits of each query head (L, H)."""
     if Kind.QUERY_ROPE in factors:
         return factors[Kind.QUERY_ROPE]
     return factors[Kind.QUERY].square()

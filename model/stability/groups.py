@@ -1,4 +1,4 @@
-"""Optimizer groups: which parameters share a learning rate and weight decay."""
+"""Optimizer groups: sets of parameters that share a learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from model.parameters import Kind, ParameterSpec
 class GroupName(str, enum.Enum):
     """The optimizer groups, in their order in the optimizer.
 
-    Learning rate and weight decay are set per group, so the query/key parameters need two: the matrices
-    decay, the gains of query/key and latent norms do not. The second one exists only in models with such norms. An
-    untied output head is one of `DECAY`, unless the optimizer treats it otherwise than hidden matrices (`HEAD`).
+    Learning rate and weight decay are set per group, so the query/key parameters need two groups: matrices decay, but
+    the gains of query/key and latent norms and the scales of Scalable-Softmax do not. The second group exists only in
+    models with such parameters. An untied output head belongs to `DECAY`, or to `HEAD` if the optimizer treats it
+    differently from hidden matrices.
     """
 
     QUERY_KEY = "query_key"
@@ -35,15 +36,15 @@ class GroupName(str, enum.Enum):
 
     @property
     def is_hidden(self) -> bool:
-        """Whether its parameters are matrices between hidden states, where the output head has a group of its own."""
+        """Whether its parameters are matrices between hidden states, if the output head has its own group."""
         return self in (GroupName.QUERY_KEY, GroupName.DECAY)
 
 
 def group_of(spec: ParameterSpec, separate_head: bool = False) -> GroupName:
-    """The optimizer group of a parameter.
+    """Returns the optimizer group of a parameter.
 
     Args:
-        separate_head: whether the output head has a group of its own.
+        separate_head: Whether the output head has its own group.
     """
     if separate_head and spec.kind is Kind.HEAD:
         return GroupName.HEAD
@@ -53,7 +54,7 @@ def group_of(spec: ParameterSpec, separate_head: bool = False) -> GroupName:
 
 
 def group_names(specs: Mapping[str, ParameterSpec], separate_head: bool = False) -> dict[GroupName, list[str]]:
-    """Parameter names of every group that has any; groups in `GroupName`'s order, names in `specs`' order."""
+    """Returns the parameter names of every non-empty group, in the order of `GroupName` and, within it, of `specs`."""
     members: dict[GroupName, list[str]] = {group: [] for group in GroupName}
     for name, spec in specs.items():
         members[group_of(spec, separate_head)].append(name)

@@ -1,4 +1,4 @@
-"""Which parameters of which layer set the attention logits, as the attention modules declare it."""
+"""The parameters that determine each layer's attention logits, as declared by the attention modules."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from model.parameters import Kind
 
 @runtime_checkable
 class DeclaresQueryKeyWeights(Protocol):
-    """An attention module."""
+    """An attention module that declares its query/key weights."""
 
     def query_key_weights(self) -> Mapping[Kind, Tensor]:
-        """The matrices behind queries and keys, and the gains of latent norms, each kind once."""
+        """Returns the matrices that produce queries and keys, and the gains of latent norms, by kind."""
         ...
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Where one kind's matrices lie: the same in every layer.
+    """The names and head layout of one kind of matrix, the same in every layer.
 
     Attributes:
-        names: full parameter name of each layer's matrix, in the order of the layers.
-        num_heads: heads along its rows; 1 when it is not split by head.
-        numel: numbers of one head.
+        names: Full parameter name of each layer's matrix, in the order of the layers.
+        num_heads: Number of heads along the rows; 1 if the matrix is not split by head.
+        numel: Number of elements in one head.
     """
 
     names: tuple[str, ...]
@@ -38,14 +38,14 @@ class HeadLayout:
 def collect_layouts(
     model: nn.Module, heads: Mapping[str, int | None], numel: Mapping[str, int]
 ) -> dict[Kind, HeadLayout]:
-    """The layout of every kind of query/key weight of a model whose attention layers are alike.
+    """Returns the layout of every kind of query/key weight of a model whose attention layers are identical.
 
     Args:
-        heads: number of heads of every parameter, or None, by full name.
-        numel: numbers of every parameter (ZeRO-3 hides them from the model).
+        heads: Number of heads of every parameter, or None, by full name.
+        numel: Number of elements of every parameter (under ZeRO-3 the model's own parameters are empty).
 
     Raises:
-        ValueError: no module of the model declares query/key weights.
+        ValueError: No module of the model declares query/key weights.
     """
     names_by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     names: dict[Kind, list[str]] = {}

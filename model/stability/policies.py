@@ -1,29 +1,33 @@
 """Per-head learning rates of the query/key weights: pure functions from norms to ratios.
 
-A ratio multiplies the step of one head of one matrix, whose optimizer group already has alpha times the base rate. All
-ratios are 1 at the start of a run. The rule "QuacK" is Anson & Aitchison's, arXiv 2511.21377, algorithms 1 (MHA) and
-2 (MLA): a head's rate falls as the weights grow that its step is multiplied with in the logits,
+A ratio multiplies the step of one head of one matrix, whose optimizer group already has alpha times the base learning
+rate. All ratios are 1 at the start of a run. The rule "QuacK" is that of Anson & Aitchison, arXiv 2511.21377,
+algorithms 1 (MHA) and 2 (MLA). In the logits a head's step is multiplied by other weights; as those grow, the head's
+learning rate falls:
 
-    ratio(t) = factor(t) / factor(0),        factor(W) = 1 / (size of what W's step is multiplied with).
+    ratio(t) = factor(t) / factor(0),        factor(W) = 1 / (norm of the weights that multiply W's step).
 
-Not in the paper, and derived here from the same first-order change ΔL = [Q (ΔK)ᵀ + (ΔQ) Kᵀ] / sqrt(K):
+The following cases are not in the paper, and are derived here from the same first-order change of the logits,
+ΔL = [Q (ΔK)ᵀ + (ΔQ) Kᵀ] / sqrt(K):
 
-* Grouped queries: a key head is multiplied with all its query heads, so the largest of them counts.
-* No query compression: there is no W_dq, and its norm is 1.
-* RMSNorm on a latent: the latent c = γ ⊙ (W x) / RMS(W x) has the size of γ whatever the size of W. So ‖γ‖ stands for
-  the norm of W wherever another matrix' step is multiplied with that latent; and a step ΔW turns the latent by
-  ‖ΔW‖ / ‖W‖, which is worth ‖γ‖ ‖ΔW‖ / ‖W‖, so W's own factor gains ‖W‖ / ‖γ‖.
-* Query/key norms divide the logits by the sizes of both heads, so a factor is multiplied with those. For MHA and GQA
-  that leaves factor(W) = ‖W‖. In MLA the norm spans both parts of a head, and the key's second part W_kr x is shared:
+* Grouped queries: a key head is multiplied by all query heads of its group, so their largest norm counts.
+* No query compression: there is no W_dq, and 1 takes the place of its norm.
+* RMSNorm on a latent: the norm of the latent c = γ ⊙ (W x) / RMS(W x) depends on γ and not on W. So ‖γ‖ replaces ‖W‖
+  wherever the latent multiplies another matrix's step. A step ΔW changes the latent by the fraction ‖ΔW‖ / ‖W‖, that
+  is, by ‖γ‖ ‖ΔW‖ / ‖W‖, so W's own factor is multiplied by ‖W‖ / ‖γ‖.
+* Query/key norms divide the logits by the norms of the query and the key, so a factor is multiplied by those. For MHA
+  and GQA this leaves factor(W) = ‖W‖. In MLA, query and key consist of two parts, and all heads share the key's second
+  part W_kr x:
 
-      size of a query head   n_q = sqrt(‖W_uq‖² + ‖W_qr‖²), times that of the query latent, which cancels
-      size of a key head     n_k = sqrt(‖W_uk‖² s² / C + ‖W_kr‖²)
+      norm of a query   n_q = sqrt(‖W_uq‖² + ‖W_qr‖²), times the norm of the query latent, which cancels
+      norm of a key     n_k = sqrt(‖W_uk‖² s² / C + ‖W_kr‖²)
 
-  where s is the size of the key/value latent (‖W_dkv‖, or ‖γ‖ with its norm) and C its width: a product W x has the
-  size ‖W‖ ‖x‖ / sqrt(inputs), and x, which has passed an RMSNorm, ‖x‖ = sqrt(inputs). W_dq turns all query heads, whose
-  size it sets, so factor(W_dq) = ‖W_dq‖.
+  where s is the norm of the key/value latent (‖W_dkv‖, or ‖γ‖ with a latent norm) and C its width. This estimates the
+  norm of W x as ‖W‖ ‖x‖ / sqrt(inputs), where ‖x‖ = sqrt(inputs) after an RMSNorm. W_dq affects all query heads and
+  sets their norms, so factor(W_dq) = ‖W_dq‖.
 
-Shapes: L layers, H query heads, G key heads, 1 for matrices that are not split by head. Norms are Frobenius norms.
+Shapes: L layers, H query heads, G key heads, 1 for matrices that are not split by head. Norms of matrices are
+Frobenius norms.
 """
 
 from __future__ import annotations
@@ -46,17 +50,17 @@ def quack_ratios(
     max_ratio: float | None = None,
     kv_latent_dim: int | None = None,
 ) -> dict[Kind, Tensor]:
-    """The ratio of every head of every query/key matrix.
+    """Returns the ratio of every head of every query/key matrix.
 
     Args:
-        norms: of the query/key matrices and latent gains now: kind -> (L, heads).
-        initial: the same at the start of the run.
-        has_qk_norm: whether queries and keys are normalised.
-        max_ratio: a cap; the paper has none.
+        norms: Current norms of the query/key matrices and latent gains: kind -> (L, heads).
+        initial: The same at the start of the run.
+        has_qk_norm: Whether queries and keys are normalised.
+        max_ratio: Upper limit of the ratios; None: no limit, as in the paper.
         kv_latent_dim: C, for latent attention with query/key norms.
 
     Returns:
-        kind -> (L, heads) for every matrix; exactly 1 where the norms are the initial ones.
+        kind -> (L, heads) for every matrix; exactly 1 where the norms equal the initial ones.
     """
     now, start = (factors(table, has_qk_norm, kv_latent_dim) for table in (norms, initial))
     ratios = {kind: now[kind] / start[kind] for kind in now}
@@ -66,11 +70,11 @@ def quack_ratios(
 
 
 def factors(norms: Norms, has_qk_norm: bool, kv_latent_dim: int | None = None) -> dict[Kind, Tensor]:
-    """The factors whose quotients are the ratios; see the module's text."""
+    """Returns the factors whose quotients are the ratios; see the module's docstring."""
     if Kind.QUERY in norms:
         return dict(norms) if has_qk_norm else _mha_factors(norms[Kind.QUERY], norms[Kind.KEY])
     if has_qk_norm:
-        assert kv_latent_dim is not None, "latent attention has a latent width"
+        assert kv_latent_dim is not None, "latent attention with query/key norms needs the latent's width"
         return _normalised_mla_factors(norms, kv_latent_dim)
     return _mla_factors(norms)
 

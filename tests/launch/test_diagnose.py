@@ -36,7 +36,7 @@ from launch.diagnosis.analysis import choose_lengths, cut_windows, fine_sizes
 from launch.diagnosis.report import compare
 from launch.diagnosis.sources import CheckpointSource, ModelShape, TransformersSource
 from launch.errors import RunError
-from model.diagnostics.critical import MIN_HEADS, critical_size, told_apart
+from model.diagnostics.critical import MIN_HEADS, critical_size, ks_p_value
 from tests.conftest import python
 from tests.launch.hf_helpers import MLA_SIZES, make_model, save_model
 
@@ -280,11 +280,11 @@ def test_windows_do_not_overlap_and_lengths_fit() -> None:
 def test_the_critical_size_is_where_two_samples_look_alike() -> None:
     generator = torch.Generator().manual_seed(0)
     one, other = (torch.randn(200, generator=generator).tolist() for _ in range(2))
-    assert told_apart(one, other) > 0.01 > told_apart(one, [value + 1 for value in other])
+    assert ks_p_value(one, other) > 0.01 > ks_p_value(one, [value + 1 for value in other])
     assert critical_size({1: 1e-9, 5: 1e-4, 9: 0.02, 20: 1e-3}) == 9
     assert critical_size({1: 1e-9, 5: 1e-4}) is None
     for num_heads, is_enough in ((MIN_HEADS - 1, False), (MIN_HEADS, True)):
-        apart = told_apart([0.0] * num_heads, [1.0] * num_heads)
+        apart = ks_p_value([0.0] * num_heads, [1.0] * num_heads)
         assert (apart < 0.01) == is_enough
 
 

@@ -243,7 +243,7 @@ def test_largest_logits_are_those_of_visible_pairs(seed, chunk, cuts):
     q, k = torch.randn(2, 4, 11, 6, generator=generator), torch.randn(2, 2, 11, 6, generator=generator)
     rows = [[11], [b - a for a, b in pairwise(sorted({0, 11, *cuts}))]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clip, "CHUNK_NUMBERS", chunk)
+        patch.setattr(clip, "CHUNK_ELEMENTS", chunk)
         found = causal_logit_maxima(q, k, -1.0, None, positions_of(rows))
     logits = q.double() @ k.double().repeat_interleave(2, dim=1).mT / 6**0.5
     visible = torch.stack([brute_force_mask(lengths) for lengths in rows]).unsqueeze(1)

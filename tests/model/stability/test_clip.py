@@ -31,7 +31,7 @@ def test_maxima_are_exact_where_they_pass_the_threshold(seed: int, chunk: int, t
     q, k = torch.randn(3, 4, 11, 6, generator=generator) * scale, torch.randn(3, 2, 11, 6, generator=generator)
     expected = brute_force(q, k)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clip, "CHUNK_NUMBERS", chunk)
+        patch.setattr(clip, "CHUNK_ELEMENTS", chunk)
         found = causal_logit_maxima(q, k, threshold)
     passes = expected > threshold
     torch.testing.assert_close(found[passes].double(), expected[passes], rtol=1e-5, atol=1e-6)
