@@ -15,7 +15,7 @@ SMALL: dict[str, Any] = {"vocab_size": 61, "dim": 32, "num_layers": 2, "num_head
 
 @pytest.fixture(scope="session")
 def make_config() -> Callable[..., ModelConfig]:
-    """A factory of small resolved configurations; keywords override keys, `options` those of attention."""
+    """Returns a factory of small resolved configurations; `options` overrides the keys of attention."""
 
     def factory(
         qk_norm: bool = False,
@@ -32,9 +32,9 @@ def make_config() -> Callable[..., ModelConfig]:
 
 @pytest.fixture(scope="session")
 def make_model(make_config: Callable[..., ModelConfig]) -> Callable[..., GPT]:
-    """A factory of small initialised models; keywords override keys of the configuration.
+    """Returns a factory of small initialised models; keywords override keys of the configuration.
 
-    Weights are larger than usual and gains differ from 1, so that every part of the network matters.
+    Weights are larger than usual and gains differ from 1, so that every part of the network affects the output.
     """
 
     def factory(activation_checkpointing: bool = False, **keys: Any) -> GPT:
@@ -52,7 +52,7 @@ def make_model(make_config: Callable[..., ModelConfig]) -> Callable[..., GPT]:
 
 @pytest.fixture
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets (B=3, T=40) of the small vocabulary; some targets are ignored."""
+    """Returns tokens and targets (B=3, T=40) of the small vocabulary; some targets are ignored."""
     generator = torch.Generator().manual_seed(2)
     tokens_BT = torch.randint(SMALL["vocab_size"], (3, 40), generator=generator)
     targets_BT = tokens_BT.roll(-1, dims=1)

@@ -1,3 +1,5 @@
+"""The chunked cross-entropy, compared with the textbook formula in float64."""
+
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ FP32_BYTES = 4
 
 
 def random_inputs(num_tokens: int, dim: int, vocab_size: int, num_ignored: int, seed: int = 0) -> tuple:
-    """Hidden states, weight and targets in float64, the first two with gradients."""
+    """Returns hidden states, weight and targets; the first two are float64 and require gradients."""
     generator = torch.Generator().manual_seed(seed)
     hidden_ND = torch.randn(num_tokens, dim, generator=generator, dtype=torch.float64).float().double()
     weight_VD = torch.randn(vocab_size, dim, generator=generator, dtype=torch.float64).float().double()
@@ -23,7 +25,7 @@ def random_inputs(num_tokens: int, dim: int, vocab_size: int, num_ignored: int, 
 
 
 def reference(hidden_ND, weight_VD, targets_N, z_loss_weight):
-    """The textbook formula with whole logits in float64."""
+    """Computes the textbook formula with the full logits in float64."""
     logits_NV = hidden_ND @ weight_VD.T
     cross_entropy = torch.nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=-100, reduction="sum")
     z_loss = logits_NV.logsumexp(1).square()[targets_N != -100].sum()
@@ -44,7 +46,7 @@ def cast_copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     upstream=st.sampled_from([1.0, -0.25, 1e-3]),
 )
 @settings(max_examples=60, deadline=None)
-def test_equals_the_float64_reference(
+def test_values_and_gradients_match_the_float64_reference(
     num_tokens, dim, vocab_size, chunk_tokens, ignored_fraction, z_loss_weight, upstream
 ):
     hidden, weight, targets = random_inputs(num_tokens, dim, vocab_size, round(ignored_fraction * num_tokens))
@@ -85,8 +87,8 @@ def test_large_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize("mode", ["bf16", "autocast"])
-def test_bf16_is_near_fp32_and_keeps_the_weight_gradient_exact_over_many_chunks(mode):
-    """A gradient summed in bf16 over 300 one-token chunks would lose most of its digits."""
+def test_bf16_is_close_to_fp32_and_sums_the_weight_gradient_accurately_over_many_chunks(mode):
+    """A gradient summed in bf16 over 300 one-token chunks would lose most of its precision."""
     hidden, weight, targets = random_inputs(300, 16, 37, num_ignored=20)
     expected = reference(hidden, weight, targets, 1e-4)
     expected[0].backward()
@@ -102,7 +104,7 @@ def test_bf16_is_near_fp32_and_keeps_the_weight_gradient_exact_over_many_chunks(
         assert (gradient - expected_gradient).norm() < 0.01 * expected_gradient.norm()
 
 
-def test_no_gradients_are_computed_without_need():
+def test_no_gradients_are_computed_under_no_grad():
     hidden, weight, targets = random_inputs(9, 4, 11, num_ignored=2)
     hidden32, weight32 = cast_copy(hidden, torch.float32), cast_copy(weight, torch.float32)
     with_gradients = linear_cross_entropy(hidden32, weight32, targets, 1e-4)
@@ -110,7 +112,7 @@ def test_no_gradients_are_computed_without_need():
         without_gradients = linear_cross_entropy(hidden32, weight32, targets, 1e-4)
     assert [value.requires_grad for value in without_gradients] == [False, False, False]
     assert [value.item() for value in without_gradients] == [value.item() for value in with_gradients]
-    # Logits are a product of hidden and weight; gradients would need two more.
+    # The logits need one product of hidden and weight; gradients would need two more.
     assert recorder.num_products == 1
 
 
@@ -138,5 +140,5 @@ def test_logits_of_the_whole_batch_are_never_allocated():
         max_chunk_bytes = chunk_tokens * vocab_size * FP32_BYTES
         linear_cross_entropy(hidden32, weight32, targets, 1e-4, max_chunk_bytes)[0].backward()
     assert recorder.numel == chunk_tokens * vocab_size
-    # Nothing is recomputed: logits and two gradients for each chunk.
+    # One product for the logits and two for the gradients of each chunk; nothing is recomputed.
     assert recorder.num_products == 3 * num_tokens // chunk_tokens

@@ -1,3 +1,5 @@
+"""FLOP counts, compared with PyTorch's counter and with a known model."""
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,11 +24,11 @@ def addmm_flops(sum_shape: torch.Size, left_shape: torch.Size, right_shape: torc
         ({"kind": "mla", "mla": {"value_dim": 20}, "options": {"gated": True, "ssmax": True}}, 8 + 4, 20),
     ],
 )
-def test_counts_what_torch_counts(make_model, batch, keys, query_key_dim, value_dim):
-    """The counter sees every product that runs: all T x T scores, and heads padded to one width."""
+def test_flops_match_those_counted_by_torch(make_model, batch, keys, query_key_dim, value_dim):
+    """The counter includes every product that runs: all T x T scores, and heads padded to equal widths."""
     model = make_model(**keys)
     B, T = batch[0].shape
-    # The counter knows addmm but not its in-place form, which accumulates the head's gradient.
+    # The counter supports addmm but not its in-place form, which accumulates the gradient of the output head.
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_flops})
     with counter, sdpa_kernel(SDPBackend.MATH):
         model(*batch)[0].backward()
@@ -39,8 +41,8 @@ def test_counts_what_torch_counts(make_model, batch, keys, query_key_dim, value_
     assert counter.get_total_flops() == B * T * (flops_per_token(config, T) - causal_attention + padded_attention)
 
 
-def test_known_model(make_config):
-    """Llama-2 7B has 6,738,415,616 parameters: 131,072,000 in the embedding and 266,240 gains."""
+def test_llama_2_7b_has_the_expected_flops(make_config):
+    """It has 6,738,415,616 parameters, of which 131,072,000 are in the embedding and 266,240 are gains."""
     config = make_config(vocab_size=32000, dim=4096, num_layers=32, num_heads=32, ffn_dim=11008, max_seq_len=4096)
     with torch.device("meta"):
         assert GPT(config).num_parameters == 6_738_415_616

@@ -1,3 +1,5 @@
+"""Sampling: reproducibility, limits, and the distribution of the sampled tokens."""
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +16,7 @@ def greedy_without_cache(model, tokens: list[int], num_new: int) -> list[int]:
     return tokens[-num_new:]
 
 
-def test_greedy_equals_the_full_forward(make_model):
+def test_greedy_decoding_matches_the_full_forward_pass(make_model):
     model = make_model(num_kv_heads=2)
     prompt = [3, 1, 4, 1, 5]
     expected = greedy_without_cache(model, prompt, 20)
@@ -22,7 +24,7 @@ def test_greedy_equals_the_full_forward(make_model):
     assert list(generate(model, prompt, 20, temperature=0, seed=9)) == expected
 
 
-def test_a_seed_reproduces_the_text_and_nothing_else_changes(make_model):
+def test_a_seed_reproduces_the_text_without_changing_the_global_generator(make_model):
     model = make_model()
     state = torch.get_rng_state()
     first = list(generate(model, [1, 2], 30, temperature=0.9, top_p=0.95, seed=1))
@@ -31,22 +33,22 @@ def test_a_seed_reproduces_the_text_and_nothing_else_changes(make_model):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_gradients_stay_on_for_the_caller(make_model):
+def test_gradients_stay_enabled_for_the_caller(make_model):
     for _ in generate(make_model(), [1], 3):
         assert torch.is_grad_enabled()
 
 
-def test_ends_before_the_end_of_document(make_model):
+def test_generation_ends_before_the_end_of_document(make_model):
     model = make_model()
     tokens = list(generate(model, [1, 2], 10, temperature=0))
     stop = tokens[4]
     assert list(generate(model, [1, 2], 10, temperature=0, eod_id=stop)) == tokens[: tokens.index(stop)]
 
 
-def test_context_is_limited(make_model):
+def test_invalid_arguments_raise(make_model):
     model = make_model(max_seq_len=8)
     assert len(list(generate(model, [1, 2, 3], 5))) == 5
-    with pytest.raises(ValueError, match=r"3 tokens of the prompt and 6 new ones are more than .*max_seq_len 8"):
+    with pytest.raises(ValueError, match=r"the prompt's 3 tokens and 6 new ones exceed model\.max_seq_len 8"):
         generate(model, [1, 2, 3], 6)
     with pytest.raises(ValueError, match="prompt is empty"):
         generate(model, [], 1)
@@ -81,25 +83,25 @@ def test_frequencies_follow_the_probabilities():
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-40, 1e-320])
-def test_tiny_temperatures_are_like_zero(temperature):
+def test_tiny_temperatures_equal_greedy_decoding(temperature):
     logits_BV = torch.randn(5, 11, generator=torch.Generator().manual_seed(3))
     assert torch.equal(sample_next(logits_BV, temperature), logits_BV.argmax(1))
 
 
 @pytest.mark.parametrize("temperature", [float("nan"), float("inf")])
-def test_temperatures_that_are_no_numbers_are_refused(temperature):
-    with pytest.raises(ValueError, match="expected 0 or more"):
+def test_non_finite_temperatures_raise(temperature):
+    with pytest.raises(ValueError, match="expected 0 or more, and finite"):
         sample_next(torch.zeros(1, 4), temperature)
 
 
-def test_temperature_zero_takes_the_most_likely():
+def test_temperature_zero_picks_the_most_likely_token():
     logits_BV = torch.randn(5, 7)
     assert torch.equal(sample_next(logits_BV, temperature=0), logits_BV.argmax(1))
 
 
-def test_padding_of_the_vocabulary_is_never_drawn(make_model):
+def test_padding_ids_of_the_vocabulary_are_never_drawn(make_model):
     model = make_model(vocab_size=64)
     with torch.no_grad():
-        model.head.weight[40:] *= 100.0  # ids that would win
+        model.head.weight[40:] *= 100.0  # without the limit, these ids would dominate
     assert max(generate(model, [1, 2], 20, temperature=5.0, num_token_ids=40)) < 40
     assert max(generate(model, [1, 2], 20, temperature=5.0)) >= 40

@@ -1,3 +1,5 @@
+"""The whole model, compared with Hugging Face's Llama and Qwen3, and across dtypes and execution modes."""
+
 import shutil
 from typing import Any
 
@@ -39,7 +41,7 @@ def hf_name(name: str) -> str:
 
 
 def hf_twin(model: GPT) -> PreTrainedModel:
-    """The Hugging Face model of the same shape with the same weights."""
+    """Returns the Hugging Face model of the same sizes with the same weights."""
     config = model.config
     sizes: dict[str, Any] = {
         "vocab_size": config.vocab_size,
@@ -76,7 +78,7 @@ def hf_twin(model: GPT) -> PreTrainedModel:
     ],
     ids=lambda keys: ",".join(f"{key}={value}" for key, value in keys.items()) or "mha",
 )
-def test_equals_hugging_face(make_model, batch, keys):
+def test_loss_logits_and_gradients_match_hugging_face(make_model, batch, keys):
     model = make_model(**keys)
     twin = hf_twin(model)
     tokens_BT, targets_BT = batch
@@ -113,7 +115,7 @@ def loss_and_gradients(model: GPT, batch: tuple) -> tuple[torch.Tensor, dict[str
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("keys", [{}, MLA], ids=["mha", "mla"])
-def test_activation_checkpointing_changes_nothing(make_model, batch, dtype, keys):
+def test_activation_checkpointing_gives_identical_loss_and_gradients(make_model, batch, dtype, keys):
     keys = {**keys, "qk_norm": True, "tie_embeddings": True}
     plain = make_model(**keys).to(dtype)
     checkpointed = make_model(**keys, activation_checkpointing=True).to(dtype)
@@ -133,8 +135,8 @@ def test_activation_checkpointing_changes_nothing(make_model, batch, dtype, keys
     [{}, {"activation_checkpointing": True}, {**MLA, "activation_checkpointing": True}],
     ids=["mha", "mha checkpointed", "mla checkpointed"],
 )
-def test_compiled_blocks_give_the_same(make_model, batch, keys):
-    """Slow: the compiler takes 30 s without its cache."""
+def test_compiled_blocks_match_eager(make_model, batch, keys):
+    """Slow: compilation takes 30 s without a warm cache."""
     model = make_model(**keys)
     loss, gradients = loss_and_gradients(model, batch)
     torch.compiler.reset()
@@ -151,7 +153,7 @@ def test_compiled_blocks_give_the_same(make_model, batch, keys):
 @pytest.mark.parametrize(
     "keys", [{"qk_norm": True, "num_kv_heads": 2}, {"tie_embeddings": True}, MLA, {**MLA, "qk_norm": True}]
 )
-def test_bf16_is_near_fp32(make_model, batch, mode, keys):
+def test_bf16_is_close_to_fp32(make_model, batch, mode, keys):
     model = make_model(**keys)
     loss, gradients = loss_and_gradients(model, batch)
     if mode == "bf16":
@@ -166,7 +168,7 @@ def test_bf16_is_near_fp32(make_model, batch, mode, keys):
 
 
 @pytest.mark.parametrize("keys", [{"num_kv_heads": 2}, MLA], ids=["gqa", "mla"])
-def test_later_tokens_do_not_matter(make_model, batch, keys):
+def test_logits_do_not_depend_on_later_tokens(make_model, batch, keys):
     model, tokens_BT = make_model(**keys), batch[0]
     changed_BT = tokens_BT.clone()
     changed_BT[:, 20:] = (changed_BT[:, 20:] + 1) % 61
@@ -176,12 +178,12 @@ def test_later_tokens_do_not_matter(make_model, batch, keys):
     assert not torch.allclose(logits[:, 20], changed_logits[:, 20])
 
 
-def test_last_only(make_model, batch):
+def test_last_only_returns_the_logits_of_the_last_position(make_model, batch):
     model = make_model()
     torch.testing.assert_close(model.logits(batch[0], last_only=True), model.logits(batch[0])[:, -1:])
 
 
-def test_sums_over_parts_of_a_batch_add_up(make_model, batch):
+def test_loss_sums_of_micro_batches_add_up(make_model, batch):
     model = make_model()
     tokens_BT, targets_BT = batch
     whole = model(tokens_BT, targets_BT, 1e-3)
@@ -190,7 +192,7 @@ def test_sums_over_parts_of_a_batch_add_up(make_model, batch):
         torch.testing.assert_close(sum(part[index] for part in parts), value)
 
 
-def test_no_gradients_for_evaluation(make_model, batch):
+def test_sums_under_no_grad_require_no_gradients(make_model, batch):
     model = make_model(activation_checkpointing=True)
     with torch.no_grad():
         sums = model(*batch)
@@ -200,7 +202,7 @@ def test_no_gradients_for_evaluation(make_model, batch):
 
 @pytest.mark.parametrize("keys", [{}, {**MLA, "qk_norm": True}], ids=["mha", "mla"])
 @pytest.mark.parametrize("tie_embeddings", [False, True])
-def test_meta_construction_then_materialisation(make_config, make_model, batch, tie_embeddings, keys):
+def test_a_model_from_the_meta_device_matches_one_built_directly(make_config, make_model, batch, tie_embeddings, keys):
     config = make_config(tie_embeddings=tie_embeddings, **keys)
     with torch.device("meta"):
         model = GPT(config)
@@ -216,22 +218,22 @@ def test_meta_construction_then_materialisation(make_config, make_model, batch, 
     assert torch.equal(model(*batch)[0], direct(*batch)[0])
 
 
-def test_a_large_model_on_the_meta_device(make_config):
+def test_llama_3_70b_has_the_expected_number_of_parameters(make_config):
     with torch.device("meta"):
         model = GPT(
             make_config(vocab_size=128_256, dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, ffn_dim=28_672)
         )
-    assert model.num_parameters == 70_553_706_496  # Llama 3 70B
+    assert model.num_parameters == 70_553_706_496
 
 
-def test_wrong_sizes_are_all_reported(make_config):
+def test_invalid_sizes_are_all_reported(make_config):
     with pytest.raises(ValueError, match=r"vocab_size is not set; .*num_kv_heads is not set"):
         GPT(ModelConfig())
     with pytest.raises(ValueError, match=r"head_dim is 7; .*num_heads is 4; expected a multiple of 3"):
         GPT(make_config(head_dim=7, num_kv_heads=3))
 
 
-def test_a_longer_context_is_refused(make_model):
+def test_exceeding_the_maximum_context_raises(make_model):
     tokens_BT = torch.zeros(1, 49, dtype=torch.long)
-    with pytest.raises(ValueError, match="49 tokens are more than the longest context of 48"):
+    with pytest.raises(ValueError, match="49 tokens exceed the maximum context of 48"):
         make_model()(tokens_BT, tokens_BT)

@@ -1,3 +1,5 @@
+"""Initial values of the parameters."""
+
 import pytest
 import torch
 
@@ -22,7 +24,7 @@ def test_values_have_the_declared_distribution(make_config):
     assert specs["blocks.2.attention.output.weight"].init_std == pytest.approx(0.02 / 6**0.5)
 
 
-def test_values_depend_on_seed_and_name_alone(make_config):
+def test_values_depend_only_on_seed_and_name(make_config):
     small, deep = GPT(make_config(num_layers=2, init_std=0.02)), GPT(make_config(num_layers=5, init_std=0.02))
     initialise(small, seed=7)
     torch.manual_seed(99)
@@ -37,7 +39,7 @@ def test_values_depend_on_seed_and_name_alone(make_config):
     assert not torch.equal(small.embedding.weight, deep.embedding.weight)
 
 
-def test_one_parameter_at_a_time_in_any_dtype(make_model, make_config):
+def test_parameters_can_be_set_one_at_a_time_in_any_dtype(make_model, make_config):
     model = GPT(make_config())
     initialise(model, seed=5)
     name = "blocks.1.attention.key.weight"
@@ -46,13 +48,13 @@ def test_one_parameter_at_a_time_in_any_dtype(make_model, make_config):
     assert torch.equal(gathered, model.get_parameter(name).bfloat16())
 
 
-def test_global_generator_is_untouched():
+def test_the_global_generator_is_not_used():
     state = torch.get_rng_state()
     init_parameter("x", torch.empty(5, 5), ParameterSpec(Kind.QUERY, init_std=0.1), seed=0)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_table_of_initial_values(make_config):
+def test_describe_init_lists_every_kind_of_parameter_once(make_config):
     with torch.device("meta"):
         rows = describe_init(GPT(make_config(num_layers=8, tie_embeddings=True)))
     assert InitRow("blocks.*.attention.query.weight", Kind.QUERY, (32, 32), 0.02, 8) in rows

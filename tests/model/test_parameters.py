@@ -1,3 +1,5 @@
+"""The roles and layouts that modules declare for their parameters."""
+
 import pytest
 import torch
 from torch import nn
@@ -43,7 +45,7 @@ def test_heads_are_contiguous_rows(make_model):
     )
 
 
-def test_roles_decide_decay_and_query_key():
+def test_roles_determine_decay_and_query_key_membership():
     decayed = {kind for kind in Kind if ParameterSpec(kind).is_decayed}
     assert decayed == {
         Kind.QUERY,
@@ -71,7 +73,7 @@ class Declared(nn.Module):
         return self.specs
 
 
-def test_problems_are_named(make_config):
+def test_invalid_declarations_raise_and_name_the_parameter(make_config):
     gain = {"weight": ParameterSpec(Kind.NORM_GAIN)}
 
     model = GPT(make_config())
@@ -79,10 +81,10 @@ def test_problems_are_named(make_config):
     with pytest.raises(ValueError, match=r"blocks\.1\.attention\.extra\.weight"):
         collect_specs(model)
 
-    with pytest.raises(ValueError, match=r"0\.bias: Declared declares it but has no such parameter"):
+    with pytest.raises(ValueError, match=r"0\.bias: declared by Declared, which has no such parameter"):
         collect_specs(nn.Sequential(Declared({**gain, "bias": ParameterSpec(Kind.NORM_GAIN)})))
 
     tied = nn.Sequential(Declared(gain), Declared(gain))
     tied[1].weight = tied[0].weight
-    with pytest.raises(ValueError, match=r"1\.weight: the parameter is declared more than once"):
+    with pytest.raises(ValueError, match=r"1\.weight: declared more than once"):
         collect_specs(tied)

@@ -1,4 +1,4 @@
-"""Hugging Face's DeepSeek-V3 in the shape of one of our models with latent attention."""
+"""Hugging Face's DeepSeek-V3 with the sizes of a model with latent attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from configs.schema import ModelConfig
 
 
 def build_deepseek(config: ModelConfig) -> DeepseekV3ForCausalLM:
-    """The model with dense layers only and its own initial weights, on the CPU in fp32."""
+    """Returns a DeepSeek-V3 model with dense layers only and its own initial weights, on the CPU in fp32."""
     mla = config.attention.mla
     return DeepseekV3ForCausalLM(
         DeepseekV3Config(

@@ -1,3 +1,5 @@
+"""Fused causal attention, compared with the formulas in float64."""
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -5,29 +7,7 @@ from torch.profiler import profile
 
 from model.attention.causal import causal_attention
 from model.attention.sink import prepend_sink
-
-
-def reference_attention(
-    q_BHTK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSV: torch.Tensor,
-    softcap: float | None = None,
-    sink_H: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Explicit softmax attention in float64 with the queries at the last T of S positions."""
-    num_queries_per_key = q_BHTK.shape[1] // k_BGSK.shape[1]
-    k_BHSK = k_BGSK.double().repeat_interleave(num_queries_per_key, dim=1)
-    v_BHSV = v_BGSV.double().repeat_interleave(num_queries_per_key, dim=1)
-    T, S = q_BHTK.shape[2], k_BHSK.shape[2]
-    scores_BHTS = q_BHTK.double() @ k_BHSK.transpose(2, 3) / q_BHTK.shape[3] ** 0.5
-    if softcap is not None:
-        scores_BHTS = softcap * (scores_BHTS / softcap).tanh()
-    is_visible_TS = torch.arange(S) <= torch.arange(S - T, S)[:, None]
-    exponentials_BHTS = scores_BHTS.exp() * is_visible_TS
-    sums_BHT1 = exponentials_BHTS.sum(-1, keepdim=True)
-    if sink_H is not None:
-        sums_BHT1 = sums_BHT1 + sink_H.double().exp()[:, None, None]
-    return exponentials_BHTS / sums_BHT1 @ v_BHSV
+from tests.model.attention.reference import attention_logits, causal_mask, reference_attention
 
 
 @given(
@@ -41,7 +21,7 @@ def reference_attention(
     has_sink=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
-def test_attention_and_its_gradients_equal_the_formula(
+def test_values_and_gradients_match_the_formula(
     num_kv_heads, num_queries_per_key, num_queries, num_cached, head_dim, value_dim, softcap, has_sink
 ):
     generator = torch.Generator().manual_seed(0)
@@ -71,16 +51,16 @@ def test_a_sink_multiplies_the_output_by_a_sigmoid():
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 2, 4, 9, 6, generator=generator)
     sink_H = torch.tensor([-3.0, 0.0, 1.0, 5.0])
-    scores_BHTT = (q @ k.mT / 6**0.5).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
-    share_BHT = (scores_BHTT.logsumexp(-1) - sink_H[:, None]).sigmoid()
-    expected = causal_attention(q, k, v) * share_BHT.unsqueeze(-1)
+    logits_BHTT = attention_logits(q, k).masked_fill(~causal_mask(9, 9), -torch.inf)
+    share_BHT = (logits_BHTT.logsumexp(-1) - sink_H[:, None]).sigmoid()
+    expected = (causal_attention(q, k, v) * share_BHT.unsqueeze(-1)).float()
     torch.testing.assert_close(causal_attention(q, k, v, sink_H=sink_H), expected, rtol=1e-5, atol=1e-5)
-    far_away = causal_attention(q, k, v, sink_H=torch.full((4,), -40.0))
-    torch.testing.assert_close(far_away, causal_attention(q, k, v), rtol=1e-5, atol=1e-5)
+    negligible = causal_attention(q, k, v, sink_H=torch.full((4,), -40.0))
+    torch.testing.assert_close(negligible, causal_attention(q, k, v), rtol=1e-5, atol=1e-5)
 
 
-def test_a_sink_keeps_the_flash_kernel_without_a_mask():
-    """A square causal mask needs no tensor, and widths in steps of 8 suit the kernels of GPUs."""
+def test_a_sink_uses_the_flash_kernel_without_a_mask_tensor():
+    """The causal mask stays square, and widths are multiples of 8, which GPU kernels need."""
     q, k, v = torch.randn(3, 2, 4, 9, 6)
     wide_q, wide_k, wide_v = prepend_sink(q, k[:, :2], v[:, :2], torch.zeros(4))
     assert (wide_q.shape, wide_k.shape, wide_v.shape) == ((2, 4, 10, 8), (2, 2, 10, 8), (2, 2, 10, 6))
@@ -91,6 +71,6 @@ def test_a_sink_keeps_the_flash_kernel_without_a_mask():
     assert "aten::tril" not in calls
 
 
-def test_a_large_cap_changes_nothing():
+def test_a_large_softcap_has_no_effect():
     q, k, v = torch.randn(3, 2, 4, 9, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(causal_attention(q, k, v, softcap=1e6), causal_attention(q, k, v))

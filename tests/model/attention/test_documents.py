@@ -1,4 +1,4 @@
-"""Several documents in a row: the same as each of them alone."""
+"""Attention within documents, compared with running each document separately."""
 
 import shutil
 from itertools import pairwise
@@ -17,10 +17,12 @@ from model.attention.softcap import flex_softcap_attention
 from model.gpt import GPT
 from model.stability import clip
 from model.stability.clip import attach_logit_maxima, causal_logit_maxima
+from tests.model.attention import reference
+from tests.model.attention.reference import largest_logits, reference_attention
 from tests.model.attention.test_options import KINDS, OPTIONS, SINGLE_AND_ALL, option_names
 from tests.model.attention.test_softcap import PeakMemory, random_inputs
 
-# Lengths of the documents in each row of the batch: one, single tokens, and a usual mixture.
+# Document lengths in each row of the batch: a single document, documents of one token, and a typical mixture.
 ROWS = [[40], [1, 1, 7, 1, 30], [13, 5, 22]]
 
 every_kind = pytest.mark.parametrize("keys", KINDS.values(), ids=KINDS)
@@ -36,7 +38,12 @@ def bounds_of(lengths: list[int]) -> list[tuple[int, int]]:
     return list(pairwise([0, *ends]))
 
 
-def sum_and_gradients(model: GPT, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def masks_of(rows: list[list[int]]) -> torch.Tensor:
+    """Returns whether each query sees each key (B, T, T)."""
+    return torch.stack([reference.document_mask(lengths) for lengths in rows])
+
+
+def gradients_of(model: GPT, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -49,8 +56,8 @@ def sum_and_gradients(model: GPT, loss: torch.Tensor) -> dict[str, torch.Tensor]
 )
 @pytest.mark.parametrize("qk_norm", [False, True], ids=["", "qk_norm"])
 @every_kind
-def test_equals_each_document_alone(make_model, batch, monkeypatch, keys, qk_norm, options, group_tokens):
-    """Logits, loss sums and gradients in float64; the reference knows nothing of positions and masks."""
+def test_matches_running_each_document_separately(make_model, batch, monkeypatch, keys, qk_norm, options, group_tokens):
+    """Logits, loss sums and gradients in float64; the reference uses neither positions nor masks."""
     monkeypatch.setattr(module, "GROUP_TOKENS", group_tokens)
     model = make_model(**keys, qk_norm=qk_norm, options=options).double()
     tokens_BT, targets_BT = batch
@@ -66,19 +73,19 @@ def test_equals_each_document_alone(make_model, batch, monkeypatch, keys, qk_nor
     with torch.no_grad():
         logits = model.logits(tokens_BT, positions_BT=positions_BT)
     expected_logits = torch.cat([part.flatten(0, 1) for part, _ in alone])
-    # Rotary tables and gates are fp32 whatever the weights.
+    # Rotary tables and gates are fp32 whatever the dtype of the weights.
     torch.testing.assert_close(logits.flatten(0, 1), expected_logits, rtol=1e-5, atol=1e-5)
     expected_sum = sum(sums[0] for _, sums in alone)
     found_sum = model(tokens_BT, targets_BT, positions_BT=positions_BT)[0]
     torch.testing.assert_close(found_sum, expected_sum, rtol=1e-5, atol=1e-5)
-    found, expected = sum_and_gradients(model, found_sum), sum_and_gradients(model, expected_sum)
+    found, expected = gradients_of(model, found_sum), gradients_of(model, expected_sum)
     for name, gradient in expected.items():
         scale = max(gradient.abs().max().item(), 1)
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-5 * scale, msg=name)
 
 
 @every_kind
-def test_one_document_a_row_changes_nothing(make_model, batch, keys):
+def test_one_document_per_row_matches_attention_without_documents(make_model, batch, keys):
     model, (tokens_BT, targets_BT) = make_model(**keys, options=OPTIONS), batch
     plain = model(tokens_BT, targets_BT)[0]
     masked = model(tokens_BT, targets_BT, positions_BT=positions_of([[40]] * 3))[0]
@@ -87,18 +94,18 @@ def test_one_document_a_row_changes_nothing(make_model, batch, keys):
 
 @pytest.mark.parametrize("options", [{}, OPTIONS], ids=["plain", "options"])
 @every_kind
-def test_activation_checkpointing_changes_nothing(make_model, batch, keys, options):
+def test_activation_checkpointing_gives_identical_gradients(make_model, batch, keys, options):
     positions_BT = positions_of(ROWS)
     plain, checkpointed = (make_model(flag, **keys, options=options) for flag in (False, True))
     expected, found = (
-        sum_and_gradients(model, model(*batch, positions_BT=positions_BT)[0]) for model in (plain, checkpointed)
+        gradients_of(model, model(*batch, positions_BT=positions_BT)[0]) for model in (plain, checkpointed)
     )
     for name, gradient in expected.items():
         assert torch.equal(found[name], gradient), name
 
 
 @every_kind
-def test_bf16_is_near_fp32(make_model, batch, keys):
+def test_bf16_is_close_to_fp32(make_model, batch, keys):
     model, positions_BT = make_model(**keys, options={"sink": True}), positions_of(ROWS)
     expected = model(*batch, positions_BT=positions_BT)[0]
     found = model.bfloat16()(*batch, positions_BT=positions_BT)[0]
@@ -106,22 +113,22 @@ def test_bf16_is_near_fp32(make_model, batch, keys):
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
-def test_compiled_blocks_give_the_same_for_other_documents(make_model, batch):
+def test_compiled_blocks_match_eager_without_recompiling_for_new_documents(make_model, batch):
     model = make_model()
     many = [positions_of(rows) for rows in (ROWS, [[20, 20]] * 3, [[3] * 13 + [1]] * 3)]
-    expected = [sum_and_gradients(model, model(*batch, positions_BT=positions_BT)[0]) for positions_BT in many]
+    expected = [gradients_of(model, model(*batch, positions_BT=positions_BT)[0]) for positions_BT in many]
     torch.compiler.reset()
     for block in model.blocks:
         block.compile(backend="aot_eager")
     with torch._dynamo.config.patch(error_on_recompile=True):
-        found = [sum_and_gradients(model, model(*batch, positions_BT=positions_BT)[0]) for positions_BT in many]
+        found = [gradients_of(model, model(*batch, positions_BT=positions_BT)[0]) for positions_BT in many]
     for gradients, expected_gradients in zip(found, expected, strict=True):
         for name, gradient in expected_gradients.items():
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-4, msg=name)
 
 
 @given(rows=st.lists(document_lengths, min_size=1, max_size=4), group_tokens=st.integers(1, 60))
-def test_groups_are_whole_documents_and_not_larger_than_need_be(rows, group_tokens):
+def test_groups_hold_as_many_whole_documents_as_fit(rows, group_tokens):
     length = max(map(sum, rows))
     rows = [[*lengths, length - sum(lengths)] if sum(lengths) < length else lengths for lengths in rows]
     positions_BT = positions_of(rows)
@@ -135,15 +142,9 @@ def test_groups_are_whole_documents_and_not_larger_than_need_be(rows, group_toke
         assert len(group) + next_document > group_tokens
 
 
-def brute_force_mask(lengths: list[int]) -> torch.Tensor:
-    number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    order = torch.arange(len(number))
-    return (number[:, None] == number) & (order[:, None] >= order)
-
-
 @given(lengths=document_lengths)
-def test_mask(lengths):
-    assert torch.equal(document_mask(positions_of([lengths])[0]), brute_force_mask(lengths))
+def test_document_mask_matches_the_reference(lengths):
+    assert torch.equal(document_mask(positions_of([lengths])[0]), reference.document_mask(lengths))
 
 
 @pytest.mark.parametrize("has_sink", [False, True])
@@ -152,14 +153,14 @@ def test_mask(lengths):
     length=st.sampled_from([1, 127, 128, 129, 255, 256, 511, 640]),
     cuts=st.lists(st.lists(st.integers(1, 639), max_size=12), min_size=1, max_size=3),
 )
-def test_block_mask(has_sink, length, cuts):
-    """Against the one that evaluates every pair, and the pairs themselves."""
+def test_block_mask_matches_one_that_evaluates_every_pair(has_sink, length, cuts):
+    """Checks the block lists, every pair, and that full blocks are really full."""
     rows = []
     for row in cuts:
         bounds = sorted({0, length, *(cut for cut in row if cut < length)})
         rows.append([b - a for a, b in pairwise(bounds)])
     found = document_block_mask(positions_of(rows), has_sink)
-    visible = torch.stack([brute_force_mask(lengths) for lengths in rows])
+    visible = masks_of(rows)
     if has_sink:
         visible = torch.nn.functional.pad(visible, (1, 0, 1, 0))
         visible[:, :, 0] = True
@@ -185,30 +186,33 @@ def test_block_mask(has_sink, length, cuts):
 @pytest.mark.parametrize("has_sink", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @torch.no_grad()
-def test_flex_attention_computes_the_same(softcap, has_sink, compiled):
-    """Its forward pass; the backward pass exists on GPUs only."""
+def test_flex_attention_matches_the_formula(softcap, has_sink, compiled):
+    """Only the forward pass, since the backward pass needs a GPU."""
     *qkv, sink = [tensor.detach() for tensor in random_inputs(300, 300, 24, torch.float32)]
-    positions_BT = positions_of([[300], [100, 1, 70, 129]])
+    rows = [[300], [100, 1, 70, 129]]
+    positions_BT = positions_of(rows)
     arguments = (*qkv, softcap, sink if has_sink else None)
-    expected = causal_attention(*arguments, Documents(positions_BT))
+    expected = reference_attention(*arguments, masks_of(rows).unsqueeze(1)).float()
+    on_cpu = causal_attention(*arguments, Documents(positions_BT))
+    torch.testing.assert_close(on_cpu, expected, rtol=1e-5, atol=1e-5)
     attend = flex_softcap_attention
     if compiled:
         attend = torch.compile(flex_softcap_attention, backend="eager", fullgraph=True)
     found = attend(*arguments, block_mask=document_block_mask(positions_BT, has_sink))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     if compiled:
-        other = positions_of([[150, 150], [2] * 150])
-        expected = causal_attention(*arguments, Documents(other))
+        rows = [[150, 150], [2] * 150]
+        expected = reference_attention(*arguments, masks_of(rows).unsqueeze(1)).float()
         with torch._dynamo.config.patch(error_on_recompile=True):
-            found = attend(*arguments, block_mask=document_block_mask(other, has_sink))
+            found = attend(*arguments, block_mask=document_block_mask(positions_of(rows), has_sink))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize(("softcap", "has_sink"), [(None, False), (1.5, True)])
 @torch.no_grad()
-def test_a_compiled_kernel_skips_hidden_blocks_only(softcap, has_sink):
-    """Unlike the plain one it reads the lists of blocks; other documents need no other kernel."""
+def test_the_compiled_kernel_skips_only_masked_blocks(softcap, has_sink):
+    """Unlike the eager implementation it uses the block lists. New documents must not recompile it."""
     *qkv, sink = [tensor.detach() for tensor in random_inputs(300, 300, 24, torch.float32)]
     arguments = (*qkv, softcap, sink if has_sink else None)
     torch.compiler.reset()
@@ -218,13 +222,13 @@ def test_a_compiled_kernel_skips_hidden_blocks_only(softcap, has_sink):
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
             block_mask = document_block_mask(positions_BT, has_sink)
             found = flex_softcap_attention(*arguments, attend, block_mask)
-        expected = causal_attention(*arguments, Documents(positions_BT))
+        expected = reference_attention(*arguments, masks_of(rows).unsqueeze(1)).float()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("document_length", [8, None], ids=["short", "one"])
-def test_memory_grows_with_the_length_and_not_with_its_square(document_length, softcap):
+def test_memory_grows_linearly_with_the_length(document_length, softcap):
     peaks = []
     for length in (512, 2048):
         *qkv, _ = random_inputs(length, length, dtype=torch.float32)
@@ -238,22 +242,20 @@ def test_memory_grows_with_the_length_and_not_with_its_square(document_length, s
 
 @settings(deadline=None, max_examples=40)
 @given(seed=st.integers(0, 10_000), chunk=st.sampled_from([1, 64, 1 << 24]), cuts=st.sets(st.integers(1, 10)))
-def test_largest_logits_are_those_of_visible_pairs(seed, chunk, cuts):
+def test_logit_maxima_cover_only_visible_pairs(seed, chunk, cuts):
     generator = torch.Generator().manual_seed(seed)
     q, k = torch.randn(2, 4, 11, 6, generator=generator), torch.randn(2, 2, 11, 6, generator=generator)
     rows = [[11], [b - a for a, b in pairwise(sorted({0, 11, *cuts}))]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clip, "CHUNK_ELEMENTS", chunk)
         found = causal_logit_maxima(q, k, -1.0, None, positions_of(rows))
-    logits = q.double() @ k.double().repeat_interleave(2, dim=1).mT / 6**0.5
-    visible = torch.stack([brute_force_mask(lengths) for lengths in rows]).unsqueeze(1)
-    expected = logits.masked_fill(~visible, -torch.inf).amax(dim=(2, 3))
+    expected = largest_logits(q, k, masks_of(rows).unsqueeze(1))
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @every_kind
-def test_a_training_pass_watches_visible_pairs_only(make_model, batch, keys: dict[str, Any]):
-    """The same maxima as from the documents one by one."""
+def test_a_training_pass_records_the_maxima_within_documents(make_model, batch, keys: dict[str, Any]):
+    """They equal the maxima over the documents one by one."""
     model = make_model(**keys, options={"ssmax": True})
     layers = attach_logit_maxima(model, 1e-6, torch.device("cpu"))
     model.train()

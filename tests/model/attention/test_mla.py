@@ -1,3 +1,5 @@
+"""Multi-head latent attention, compared with its formulas and with Hugging Face's DeepSeek-V3."""
+
 from itertools import pairwise, product
 from typing import Any
 
@@ -25,7 +27,7 @@ def variant_name(keys: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("keys", VARIANTS, ids=variant_name)
-def test_equals_the_formulas(make_model, keys):
+def test_output_matches_the_formulas(make_model, keys):
     model = make_model(**keys)
     attention = model.blocks[0].attention
     x_BTD = torch.randn(2, 19, 32, generator=torch.Generator().manual_seed(0))
@@ -35,17 +37,17 @@ def test_equals_the_formulas(make_model, keys):
 
 
 def interleave(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of one rotated head in DeepSeek's order: pairs are neighbours, where ours are half a head apart."""
+    """Reorders the rows of a rotated head for DeepSeek, whose pairs are adjacent instead of half a head apart."""
     first, second = rows.chunk(2)
     return torch.stack((first, second), dim=1).flatten(0, 1)
 
 
 def deepseek_tensors(tensors: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Our parameters, or their gradients, by the names and in the layout of Hugging Face's DeepSeek-V3."""
+    """Converts parameters, or their gradients, to the names and layout of Hugging Face's DeepSeek-V3."""
     mla, num_heads = config.attention.mla, config.num_heads
 
     def by_head(*heads_of: torch.Tensor) -> torch.Tensor:
-        """The rows of head 0 of every matrix, then those of head 1, and so on."""
+        """Concatenates the rows of head 0 of every matrix, then those of head 1, and so on."""
         per_matrix = [matrix.chunk(num_heads) for matrix in heads_of]
         return torch.cat([rows for head in zip(*per_matrix, strict=True) for rows in head])
 
@@ -94,7 +96,7 @@ def deepseek_tensors(tensors: dict[str, torch.Tensor], config: ModelConfig) -> d
     ],
     ids=["derived sizes", "narrow values", "wide values"],
 )
-def test_equals_hugging_face(make_model, batch, keys, q_latent_dim):
+def test_loss_logits_and_gradients_match_hugging_face(make_model, batch, keys, q_latent_dim):
     model = make_model(**{**keys, "kind": "mla", "mla": {**keys["mla"], "q_latent_dim": q_latent_dim}})
     twin = build_deepseek(model.config)
     twin.load_state_dict(deepseek_tensors(model.state_dict(), model.config), strict=True)
@@ -115,7 +117,7 @@ def test_equals_hugging_face(make_model, batch, keys, q_latent_dim):
 
 
 @pytest.mark.parametrize("keys", VARIANTS, ids=variant_name)
-def test_decoding_with_a_cache_equals_the_full_forward(make_model, batch, keys):
+def test_decoding_with_a_cache_matches_the_full_forward_pass(make_model, batch, keys):
     model, tokens_BT = make_model(**keys), batch[0]
     with torch.no_grad():
         expected = model.logits(tokens_BT)
@@ -127,7 +129,7 @@ def test_decoding_with_a_cache_equals_the_full_forward(make_model, batch, keys):
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_decoding_in_bf16_and_under_autocast(make_model, batch, qk_norm):
+def test_decoding_in_bf16_and_under_autocast_is_close_to_fp32(make_model, batch, qk_norm):
     model, tokens_BT = make_model(kind="mla", qk_norm=qk_norm), batch[0]
     expected = model.logits(tokens_BT)
 
@@ -144,8 +146,8 @@ def test_decoding_in_bf16_and_under_autocast(make_model, batch, qk_norm):
         assert (logits.float() - expected).abs().mean() < 0.05 * expected.std()
 
 
-def test_the_cache_holds_latents_only(make_model):
-    """c_kv and the shared rotated key, whatever the number of heads; one number a head with query/key norms."""
+def test_the_cache_holds_only_latents(make_model):
+    """c_kv and the shared rotated key, for any number of heads; with query/key norms also one element per head."""
     model = make_model(kind="mla", mla=SIZES)
     assert model.new_cache(batch_size=3, length=5).num_bytes_per_token == 2 * (14 + 4) * 4
     assert model.new_cache(batch_size=1, dtype=torch.bfloat16).num_bytes_per_token == 2 * (14 + 4) * 2
@@ -154,7 +156,7 @@ def test_the_cache_holds_latents_only(make_model):
 
 
 @pytest.mark.parametrize("value_dim", [4, 24, 40], ids=["narrow", "equal", "wide"])
-def test_training_takes_the_flash_kernel(make_model, batch, value_dim):
+def test_training_uses_the_flash_kernel(make_model, batch, value_dim):
     model = make_model(kind="mla", mla={"nope_dim": 16, "rope_dim": 8, "value_dim": value_dim})
     with profile() as profiler:
         model(*batch)[0].backward()
@@ -164,7 +166,7 @@ def test_training_takes_the_flash_kernel(make_model, batch, value_dim):
     assert "aten::_scaled_dot_product_attention_math" not in calls
 
 
-def test_every_parameter_has_its_role_and_head_layout(make_model):
+def test_every_parameter_declares_its_role_and_head_layout(make_model):
     model = make_model(kind="mla", qk_norm=True, mla={**SIZES, "q_latent_dim": 12})
     specs = collect_specs(model)
     layout = {
@@ -204,15 +206,15 @@ def test_every_parameter_has_its_role_and_head_layout(make_model):
     assert list(plain.buffers()) == []
 
 
-def test_derived_sizes_are_deepseek_v2_lites():
-    """Width 2048, 16 heads of 128: latent 512, 128 + 64 in queries and keys, values of 128, no query compression."""
+def test_default_sizes_are_those_of_deepseek_v2_lite():
+    """Width 2048 and 16 heads of 128 give a latent of 512, queries and keys of 128 + 64, and values of 128."""
     model = ModelConfig(vocab_size=102_400, dim=2048, num_layers=27, num_heads=16, attention={"kind": "mla"})
     mla = resolve_model(model).attention.mla
     assert (mla.q_latent_dim, mla.kv_latent_dim) == (None, 512)
     assert (mla.nope_dim, mla.rope_dim, mla.value_dim) == (128, 64, 128)
 
 
-def test_missing_and_odd_sizes_are_reported(make_config):
+def test_missing_and_odd_sizes_are_all_reported(make_config):
     unresolved = ModelConfig(vocab_size=61, ffn_dim=64, attention={"kind": "mla", "mla": {"rope_dim": 3}})
     with pytest.raises(ValueError, match=r"mla\.kv_latent_dim is not set; .*mla\.rope_dim is 3; rotary positions"):
         GPT(unresolved)

@@ -1,4 +1,4 @@
-"""The options of attention (softcap, Scalable-Softmax, sink, gate), alone and together, in every kind of attention."""
+"""The attention options (softcap, Scalable-Softmax, sink, gate), alone and combined, in every kind of attention."""
 
 from itertools import combinations, pairwise
 from typing import Any
@@ -34,7 +34,7 @@ def option_names(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize("options", COMBINATIONS, ids=option_names)
 @with_and_without_qk_norm
 @every_kind
-def test_values_and_gradients_equal_the_formulas(make_model, keys, qk_norm, options):
+def test_values_and_gradients_match_the_formulas(make_model, keys, qk_norm, options):
     model = make_model(**keys, qk_norm=qk_norm, options=options)
     attention, config = model.blocks[0].attention, model.config
     generator = torch.Generator().manual_seed(0)
@@ -58,7 +58,7 @@ def test_values_and_gradients_equal_the_formulas(make_model, keys, qk_norm, opti
 @pytest.mark.parametrize("options", SINGLE_AND_ALL, ids=option_names)
 @with_and_without_qk_norm
 @every_kind
-def test_decoding_with_a_cache_equals_the_full_forward(make_model, batch, keys, qk_norm, options):
+def test_decoding_with_a_cache_matches_the_full_forward_pass(make_model, batch, keys, qk_norm, options):
     model, tokens_BT = make_model(**keys, qk_norm=qk_norm, options=options), batch[0]
     with torch.no_grad():
         expected = model.logits(tokens_BT)
@@ -69,8 +69,8 @@ def test_decoding_with_a_cache_equals_the_full_forward(make_model, batch, keys, 
 
 
 @every_kind
-def test_projected_queries_and_keys_give_the_logits(make_model, keys):
-    """Scalable-Softmax is a part of the queries, at whatever position they begin."""
+def test_projected_queries_include_scalable_softmax(make_model, keys):
+    """So that q·k are the logits, at whatever position the queries start."""
     plain, scaled = make_model(**keys), make_model(**keys, options={"ssmax": True})
     plain.load_state_dict(scaled.state_dict(), strict=False)
     attention, rotary_dim = scaled.blocks[0].attention, scaled.rotary_dim
@@ -94,7 +94,7 @@ def loss_and_gradients(model: GPT, batch: tuple) -> tuple[torch.Tensor, dict[str
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_kind
-def test_activation_checkpointing_changes_nothing(make_model, batch, keys, dtype):
+def test_activation_checkpointing_gives_identical_loss_and_gradients(make_model, batch, keys, dtype):
     keys = {**keys, "qk_norm": True, "options": OPTIONS}
     loss, gradients = loss_and_gradients(make_model(**keys).to(dtype), batch)
     checkpointed = make_model(**keys, activation_checkpointing=True).to(dtype)
@@ -106,10 +106,10 @@ def test_activation_checkpointing_changes_nothing(make_model, batch, keys, dtype
 
 @pytest.mark.parametrize("options", SINGLE_AND_ALL, ids=option_names)
 @pytest.mark.parametrize("keys", [KINDS["gqa"], {**KINDS["mla"], "activation_checkpointing": True}], ids=["gqa", "mla"])
-def test_compiled_blocks_give_the_same(make_model, batch, keys, options):
-    """Traced and differentiated by the compiler; its code generation is left out for speed.
+def test_compiled_blocks_match_eager(make_model, batch, keys, options):
+    """The blocks are traced and differentiated by the compiler, without code generation, which would be slow.
 
-    On the CPU softcap's loop over chunks stays out of the compiled code, which is in parts then.
+    On the CPU softcap's loop over chunks is not compiled, so it splits the graph.
     """
     model = make_model(**keys, options=options)
     loss, gradients = loss_and_gradients(model, batch)
@@ -131,7 +131,7 @@ def test_compiled_blocks_give_the_same(make_model, batch, keys, options):
 @pytest.mark.parametrize("mode", ["autocast", "bf16"])
 @pytest.mark.parametrize("options", SINGLE_AND_ALL, ids=option_names)
 @every_kind
-def test_bf16_is_near_fp32(make_model, batch, keys, options, mode):
+def test_bf16_is_close_to_fp32(make_model, batch, keys, options, mode):
     model = make_model(**keys, options=options)
     loss, gradients = loss_and_gradients(model, batch)
     if mode == "bf16":
@@ -140,7 +140,7 @@ def test_bf16_is_near_fp32(make_model, batch, keys, options, mode):
         bf16_loss, bf16_gradients = loss_and_gradients(model, batch)
     torch.testing.assert_close(bf16_loss, loss, rtol=5e-3, atol=0)
     for name, gradient in gradients.items():
-        # One number a head is a sum of both signs over all positions.
+        # Parameters with one element per head have gradients that sum over all positions with both signs.
         tolerance = 0.15 if gradient.numel() == model.config.num_heads else 0.06
         assert (bf16_gradients[name] - gradient).norm() < tolerance * gradient.norm(), name
 
@@ -148,7 +148,7 @@ def test_bf16_is_near_fp32(make_model, batch, keys, options, mode):
 @pytest.mark.parametrize("mode", ["autocast", "bf16"])
 @pytest.mark.parametrize("options", SINGLE_AND_ALL, ids=option_names)
 @every_kind
-def test_decoding_in_bf16(make_model, batch, keys, options, mode):
+def test_decoding_in_bf16_is_close_to_fp32(make_model, batch, keys, options, mode):
     model, tokens_BT = make_model(**keys, options=options), batch[0]
     expected = model.logits(tokens_BT)
     if mode == "bf16":
@@ -160,7 +160,7 @@ def test_decoding_in_bf16(make_model, batch, keys, options, mode):
 
 
 @every_kind
-def test_initial_values_and_roles(make_config, keys):
+def test_options_declare_their_initial_values_and_roles(make_config, keys):
     config = make_config(**keys, qk_norm=True, options=OPTIONS, max_seq_len=64)
     model = GPT(config)
     initialise(model, seed=0)
@@ -189,7 +189,7 @@ def test_initial_values_and_roles(make_config, keys):
 
 
 @pytest.mark.parametrize("max_seq_len", [1, 2])
-def test_the_shortest_contexts_have_a_finite_scale(make_model, max_seq_len):
+def test_the_shortest_contexts_have_a_finite_scale_and_gradients(make_model, max_seq_len):
     assert SoftmaxScale(4, max_seq_len).init_value == pytest.approx(1.4427, rel=1e-4)
     model = make_model(max_seq_len=max_seq_len, options=OPTIONS)
     tokens_BT = torch.zeros(1, max_seq_len, dtype=torch.long)
@@ -198,6 +198,6 @@ def test_the_shortest_contexts_have_a_finite_scale(make_model, max_seq_len):
     assert all(gradient.isfinite().all() for gradient in gradients.values())
 
 
-def test_options_that_are_off_leave_no_parameters(make_model):
+def test_disabled_options_add_no_parameters(make_model):
     names = {name.split(".")[3] for name, _ in make_model().named_parameters() if ".attention." in name}
     assert names == {"query", "key", "value", "output"}

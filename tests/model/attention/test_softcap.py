@@ -1,3 +1,5 @@
+"""Attention with capped logits: chunks, precision, memory, and FlexAttention."""
+
 import weakref
 from typing import Any
 
@@ -7,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from model.attention.softcap import chunked_softcap_attention, flex_softcap_attention
+from tests.model.attention.reference import reference_attention
 
 
 def random_inputs(num_queries: int, num_keys: int, value_dim: int = 16, dtype=torch.float64) -> list[torch.Tensor]:
-    """Queries, keys, values and sinks of 6 heads over 2 key heads of width 16."""
+    """Returns queries, keys, values and sinks of 6 query heads and 2 key heads of width 16."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 6, num_queries, 16), (2, 2, num_keys, 16), (2, 2, num_keys, value_dim), (6,)]
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
@@ -18,7 +21,7 @@ def random_inputs(num_queries: int, num_keys: int, value_dim: int = 16, dtype=to
 
 @pytest.mark.parametrize("has_sink", [False, True])
 @pytest.mark.parametrize("num_keys", [23, 31])
-def test_chunks_change_nothing(num_keys, has_sink):
+def test_the_chunk_size_does_not_change_the_result(num_keys, has_sink):
     *qkv, sink = random_inputs(23, num_keys, value_dim=9)
     inputs = [*qkv, sink] if has_sink else qkv
     results = []
@@ -39,7 +42,7 @@ def test_autocast_does_not_round_the_logits():
 
 
 class PeakMemory(TorchDispatchMode):
-    """The most bytes that new tensors held at a time."""
+    """Records the peak size in bytes of all tensors created under it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class PeakMemory(TorchDispatchMode):
         return result
 
 
-def test_memory_grows_with_the_length_and_not_with_its_square():
+def test_memory_grows_linearly_with_the_length():
     peaks = []
     for length in (256, 1024):
         *qkv, _ = random_inputs(length, length, dtype=torch.float32)
@@ -72,17 +75,18 @@ def test_memory_grows_with_the_length_and_not_with_its_square():
 @pytest.mark.parametrize("has_sink", [False, True])
 @pytest.mark.parametrize(("length", "value_dim"), [(23, 16), (130, 24)])
 @torch.no_grad()
-def test_flex_attention_computes_the_same(length, value_dim, has_sink):
-    """Its forward pass; the backward pass exists on GPUs only."""
+def test_flex_attention_matches_the_formula(length, value_dim, has_sink):
+    """Only the forward pass, since the backward pass needs a GPU."""
     *qkv, sink = [tensor.detach() for tensor in random_inputs(length, length, value_dim, torch.float32)]
     arguments = (*qkv, 1.5, sink if has_sink else None)
-    expected = chunked_softcap_attention(*arguments)
+    expected = reference_attention(*arguments).float()
+    torch.testing.assert_close(chunked_softcap_attention(*arguments), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(flex_softcap_attention(*arguments), expected, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
-def test_flex_attention_can_be_part_of_a_compiled_block():
+def test_flex_attention_compiles_without_graph_breaks():
     *qkv, sink = [tensor.detach() for tensor in random_inputs(130, 130, 24, torch.float32)]
-    expected = chunked_softcap_attention(*qkv, 1.5, sink)
+    expected = reference_attention(*qkv, 1.5, sink).float()
     compiled = torch.compile(flex_softcap_attention, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*qkv, 1.5, sink), expected, rtol=1e-5, atol=1e-5)

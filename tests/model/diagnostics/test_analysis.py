@@ -1,4 +1,4 @@
-"""The tables of the offline analysis against full matrices in float64, for MHA, GQA and MLA."""
+"""The tables of the offline analysis, compared with full attention matrices in float64, for MHA, GQA and MLA."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from model.diagnostics.sensitivity import random_direction
 from model.diagnostics.weights import SampledAttention, sampled_attention
 from model.gpt import GPT
 from model.stability.drift import sampled_logits
+from tests.model.attention.reference import attention_logits, attention_weights, causal_mask
+from tests.model.diagnostics.reference import separable_share, set_distance
 
 T = 24
 POSITIONS = [5, 11, 23]
@@ -24,12 +26,11 @@ SIZES = [1, 4, 10]
 
 
 class Query:
-    """One query with its visible tokens, by full matrices."""
+    """One query, with the logits, weights and values of its visible tokens."""
 
-    def __init__(self, logits: torch.Tensor, values: torch.Tensor, softcap: float | None) -> None:
+    def __init__(self, logits: torch.Tensor, weights: torch.Tensor, values: torch.Tensor) -> None:
         self.logits = logits
-        capped = logits if softcap is None else softcap * (logits / softcap).tanh()
-        self.weights = capped.exp() / capped.exp().sum()
+        self.weights = weights
         self.values = values
         self.order = self.weights.argsort(descending=True).tolist()
 
@@ -51,9 +52,7 @@ class Query:
         }
 
     def top_distance(self, size: int) -> float:
-        points = self.points()
-        centre = sum(points[i] for i in self.order[:size])
-        return sum(float((points[i] - centre).norm()) for i in self.order[size:])
+        return set_distance(self.points(), self.order[:size])
 
     def bound(self, size: int) -> float:
         inside, outside = self.order[:size], self.order[size:]
@@ -63,15 +62,11 @@ class Query:
         return (1 - mass) * farthest + largest * (mass * len(outside) - (1 - mass))
 
     def share(self, size: int) -> float:
-        points = self.points(unit_values=True)
-        centre = sum(points[i] for i in self.order[:size])
-        distances = [float((point - centre).norm()) for point in points]
-        radius = min(distances[i] for i in self.order[size:])
-        return sum(distances[i] < radius for i in self.order[:size]) / size
+        return separable_share(self.points(unit_values=True), self.order[:size])
 
 
-def rows_by_hand(queries: dict[tuple[int, int], list[Query]]) -> Iterator[tuple[int, int, int, list[Query]]]:
-    """(head, L, N, queries of all sequences), where a query sees more than N tokens."""
+def expected_rows(queries: dict[tuple[int, int], list[Query]]) -> Iterator[tuple[int, int, int, list[Query]]]:
+    """Yields (head, L, N, queries of all sequences) for every N below L."""
     for (head, length), found in queries.items():
         for size in SIZES:
             if size < length:
@@ -84,7 +79,7 @@ def mean(values: list[float]) -> float:
 
 @pytest.mark.parametrize("keys", [{}, {"num_kv_heads": 2, "qk_norm": True}, {"kind": "mla"}])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_tables_are_those_of_full_matrices(
+def test_tables_match_full_attention_matrices(
     keys: dict[str, Any], softcap: float | None, make_model: Callable[..., GPT]
 ) -> None:
     model = make_model(**keys).double()
@@ -95,10 +90,14 @@ def test_tables_are_those_of_full_matrices(
     positions = torch.tensor(POSITIONS)
     attention = sampled_attention(sampled_logits(q, k, positions), v, positions, softcap)
 
-    shared_k, shared_v = (part.repeat_interleave(4 // part.shape[1], dim=1) for part in (k, v))
-    logits = q @ shared_k.mT / math.sqrt(q.shape[-1])
+    logits = attention_logits(q, k)
+    weights = attention_weights(logits, causal_mask(T, T), softcap)
+    values = v.repeat_interleave(4 // v.shape[1], dim=1)
     queries = {
-        (head, t + 1): [Query(logits[row, head, t, : t + 1], shared_v[row, head, : t + 1], softcap) for row in range(2)]
+        (head, t + 1): [
+            Query(logits[row, head, t, : t + 1], weights[row, head, t, : t + 1], values[row, head, : t + 1])
+            for row in range(2)
+        ]
         for head in range(4)
         for t in POSITIONS
     }
@@ -113,9 +112,9 @@ def test_tables_are_those_of_full_matrices(
     distances = {(r["head"], r["L"], r["N"]): r for r in analysis.distance_rows(attention, SIZES, 4, generator)}
     critical = {(r["head"], r["L"], r["N"]): r for r in analysis.critical_distances(attention, SIZES, 4, generator)}
     shares = {(r["head"], r["L"], r["N"]): r for r in analysis.separability_rows(attention, SIZES)}
-    expected_keys = {(head, length, size) for head, length, size, _ in rows_by_hand(queries)}
+    expected_keys = {(head, length, size) for head, length, size, _ in expected_rows(queries)}
     assert distances.keys() == critical.keys() == shares.keys() == expected_keys
-    for head, length, size, both in rows_by_hand(queries):
+    for head, length, size, both in expected_rows(queries):
         key = (head, length, size)
         top = mean([query.top_distance(size) for query in both])
         assert distances[key]["top"] == pytest.approx(top, rel=1e-6), key
@@ -141,9 +140,7 @@ def test_tables_are_those_of_full_matrices(
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.floats(0.01, 5), st.integers(2, 40))
-def test_bounded_logits_keep_weights_between_two_constants_over_their_number(
-    seed: int, largest: float, length: int
-) -> None:
+def test_bounded_logits_bound_the_scaled_weights(seed: int, largest: float, length: int) -> None:
     """Lemma 1: with |logit| at most c, every weight lies between e^(-2c) / L and e^(2c) / L."""
     generator = torch.Generator().manual_seed(seed)
     logits = largest * (2 * torch.rand(1, 1, 1, length, generator=generator, dtype=torch.float64) - 1)

@@ -1,4 +1,4 @@
-"""Distances, separability and sensitivity against loops in float64; the bounds that always hold, over random inputs."""
+"""Distances, separability and sensitivity, compared with loops in float64, and their bounds, on random inputs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from model.diagnostics.sensitivity import (
     random_direction,
     sensitivity_bound,
 )
+from tests.model.diagnostics.reference import separable_share, set_distance
 
 
 class Head(NamedTuple):
-    """One random attention pattern of (B, H, Q, T) = (2, 2, 3, 12) and its values of width 5."""
+    """A random attention pattern (B, H, Q, T) = (2, 2, 3, 12) and its values of width 5."""
 
     weights: Tensor
     values: Tensor
@@ -41,14 +42,9 @@ def random_head(seed: int, sharpness: float = 2.0, unit_values: bool = False) ->
 
 
 def points_of(head: Head, row: int, h: int, query: int) -> list[Tensor]:
-    """α_i x_i of the visible tokens."""
+    """Returns α_i x_i of the visible tokens."""
     num_visible = int(head.positions[query]) + 1
     return [head.weights[row, h, query, i] * head.values[row, h, i] for i in range(num_visible)]
-
-
-def distance_by_loop(points: list[Tensor], chosen: list[int]) -> float:
-    centre = sum(points[i] for i in chosen)
-    return sum(float((point - centre).norm()) for i, point in enumerate(points) if i not in chosen)
 
 
 def all_queries() -> list[tuple[int, int, int]]:
@@ -57,7 +53,7 @@ def all_queries() -> list[tuple[int, int, int]]:
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10_000), st.integers(1, 7), st.floats(0.1, 6))
-def test_distance_and_its_bound(seed: int, size: int, sharpness: float) -> None:
+def test_distance_matches_loops_and_stays_below_its_bound(seed: int, size: int, sharpness: float) -> None:
     head = random_head(seed, sharpness)
     chosen = geometry.top_set(head.weights, size)
     distance = geometry.set_distance(*head, chosen)
@@ -67,12 +63,12 @@ def test_distance_and_its_bound(seed: int, size: int, sharpness: float) -> None:
         smallest_inside = float(head.weights[row, h, query, members].min())
         outside = [i for i in range(int(head.positions[query]) + 1) if i not in members]
         assert all(float(head.weights[row, h, query, i]) <= smallest_inside for i in outside)
-        expected = distance_by_loop(points_of(head, row, h, query), members)
+        expected = set_distance(points_of(head, row, h, query), members)
         assert float(distance[row, h, query]) == pytest.approx(expected, rel=1e-6, abs=1e-9)
     assert (distance <= geometry.distance_bound(*head, chosen) + 1e-9).all()
 
 
-def test_random_sets_are_visible_and_all_alike_likely() -> None:
+def test_random_sets_are_visible_and_uniform() -> None:
     generator = torch.Generator().manual_seed(0)
     counts = torch.zeros(6)
     for _ in range(3000):
@@ -84,33 +80,33 @@ def test_random_sets_are_visible_and_all_alike_likely() -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10_000), st.integers(1, 5))
-def test_expected_random_distance_is_above_the_estimate(seed: int, size: int) -> None:
+def test_random_distance_estimate_is_a_lower_bound_of_the_expectation(seed: int, size: int) -> None:
     head = random_head(seed)
     estimate = geometry.random_distance_estimate(*head, size)
     for row, h, query in [(0, 0, 0), (1, 1, 2)]:
         points = points_of(head, row, h, query)
         sets = list(itertools.combinations(range(len(points)), size))
-        expectation = sum(distance_by_loop(points, list(members)) for members in sets) / len(sets)
+        expectation = sum(set_distance(points, list(members)) for members in sets) / len(sets)
         c = size / (len(points) - 1)
         mean = sum(points)
-        by_hand = sum(float(((1 + c) * point - c * mean).norm()) for point in points)
-        by_hand *= (len(points) - size) / len(points)
-        assert float(estimate[row, h, query]) == pytest.approx(by_hand, rel=1e-6)
-        assert by_hand <= expectation + 1e-9
+        expected = sum(float(((1 + c) * point - c * mean).norm()) for point in points)
+        expected *= (len(points) - size) / len(points)
+        assert float(estimate[row, h, query]) == pytest.approx(expected, rel=1e-6)
+        assert expected <= expectation + 1e-9
 
 
-def test_random_distance_approaches_the_expectation() -> None:
+def test_mean_random_distance_approaches_the_expectation() -> None:
     head = random_head(3)
     found = geometry.random_distance(*head, size=3, num_sets=400, generator=torch.Generator().manual_seed(1))
     points = points_of(head, 0, 0, 0)
     sets = list(itertools.combinations(range(len(points)), 3))
-    expectation = sum(distance_by_loop(points, list(members)) for members in sets) / len(sets)
+    expectation = sum(set_distance(points, list(members)) for members in sets) / len(sets)
     assert float(found[0, 0, 0]) == pytest.approx(expectation, rel=0.05)
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10_000), st.integers(2, 7), st.floats(0.1, 5))
-def test_separability_by_loops_and_its_lower_bound(seed: int, size: int, sharpness: float) -> None:
+def test_separability_matches_loops_and_stays_above_its_lower_bound(seed: int, size: int, sharpness: float) -> None:
     head = random_head(seed, sharpness, unit_values=True)
     found = geometry.separability(*head, size)
     chosen = geometry.top_set(head.weights, size)
@@ -119,8 +115,7 @@ def test_separability_by_loops_and_its_lower_bound(seed: int, size: int, sharpne
         members = chosen[row, h, query].nonzero().flatten().tolist()
         centre = sum(points[i] for i in members)
         radius = min(float((p - centre).norm()) for i, p in enumerate(points) if i not in members)
-        separable = sum(float((points[i] - centre).norm()) < radius for i in members)
-        assert float(found.share[row, h, query]) == pytest.approx(separable / size)
+        assert float(found.share[row, h, query]) == pytest.approx(separable_share(points, members))
         alphas = {i: float(head.weights[row, h, query, i]) for i in members}
         units = head.values[row, h]
         delta = min(float((units[i] - units[j]).norm()) for i, j in itertools.combinations(members, 2))
@@ -156,7 +151,7 @@ def test_sensitivity_stays_below_its_bound(seed: int, temperature: float, epsilo
     assert (lower <= spectral * (1 + 1e-9) + 1e-12).all() and (spectral <= upper * (1 + 1e-9) + 1e-12).all()
 
 
-def test_the_bound_of_the_sensitivity_is_reached() -> None:
+def test_the_sensitivity_bound_is_tight() -> None:
     logits = torch.tensor([0.0, 0.0], dtype=torch.float64)
     direction = torch.tensor([0.5**0.5, -(0.5**0.5)], dtype=torch.float64)
     assert float(gradient_sensitivity(logits, 1.0, 1e-6, direction)) == pytest.approx(0.5, rel=1e-6)

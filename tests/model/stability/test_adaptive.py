@@ -1,4 +1,4 @@
-"""The adaptive controller: its law, its automatic target, and its state."""
+"""The adaptive controller: its update rule, its automatic target, and its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ positive = st.floats(1e-6, 1e6)
 
 
 @given(st.floats(0.01, 1), positive, positive, st.floats(0.1, 1))
-def test_alpha_moves_towards_the_target_and_stays_in_its_range(
+def test_alpha_moves_towards_the_target_and_stays_in_range(
     alpha: float, drift: float, target: float, exponent: float
 ) -> None:
     new = adapted_alpha(alpha, drift, target, exponent, min_alpha=0.01)
@@ -26,7 +26,7 @@ def test_alpha_moves_towards_the_target_and_stays_in_its_range(
 
 
 @pytest.mark.parametrize("drift", [0.0, math.nan, math.inf])
-def test_a_drift_that_says_nothing_changes_nothing(drift: float) -> None:
+def test_a_zero_or_non_finite_drift_leaves_alpha_unchanged(drift: float) -> None:
     assert adapted_alpha(0.1, drift, 1.0, 0.5, 0.01) == 0.1
 
 
@@ -41,7 +41,7 @@ def test_the_target_is_the_median_of_the_first_measurements() -> None:
     assert controller.alphas == pytest.approx([0.05, 0.3])
 
 
-def test_a_plant_whose_drift_is_proportional_settles_at_the_target() -> None:
+def test_a_drift_proportional_to_alpha_converges_to_the_target() -> None:
     controller = AdaptiveController(2, alpha=0.1, target=0.02, exponent=0.5, min_alpha=1e-3)
     gains = [1.5, 0.4]
     for _ in range(30):
@@ -49,7 +49,7 @@ def test_a_plant_whose_drift_is_proportional_settles_at_the_target() -> None:
     assert [gain * alpha for gain, alpha in zip(gains, controller.alphas, strict=True)] == pytest.approx([0.02] * 2)
 
 
-def test_state_goes_through_json_and_a_configured_target_wins() -> None:
+def test_state_survives_json_and_a_configured_target_takes_precedence() -> None:
     controller = AdaptiveController(2, alpha=0.1, target=None, exponent=0.5, min_alpha=1e-3)
     for _ in range(NUM_TARGET_MEASUREMENTS + 3):
         controller.observe([0.03, 0.01])

@@ -1,4 +1,4 @@
-"""The hooks on a plain loop over a `transformers` Llama do what separate rates per head would."""
+"""The optimizer hooks, on a plain training loop over a `transformers` Llama."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def make_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def gradients(model: LlamaForCausalLM, step: int) -> None:
+def backward(model: LlamaForCausalLM, step: int) -> None:
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(step))
     model.zero_grad()
     model(tokens, labels=tokens).loss.backward()
@@ -35,17 +35,17 @@ def gradients(model: LlamaForCausalLM, step: int) -> None:
 
 def train(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
-        gradients(model, step)
+        backward(model, step)
         optimizer.step()
 
 
 @pytest.mark.parametrize("policy", ["constant", "quack"])
-def test_three_lines_on_a_llama(policy: str) -> None:
+def test_hooks_match_scaling_the_step_of_every_head_by_hand(policy: str) -> None:
     ours, theirs = make_llama(), make_llama()
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-2, weight_decay=0.1)
     QueryKeyHooks(optimizer, llama_weights(ours), alpha=0.5, policy=policy)
 
-    # The reference: the same AdamW, and after each step every head goes back by hand.
+    # The reference scales the step of every head by hand after each step of the same AdamW.
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.1)
     layers = [layer.self_attn for layer in theirs.model.layers]
 
@@ -55,7 +55,7 @@ def test_three_lines_on_a_llama(policy: str) -> None:
     start = [(heads(layer.q_proj.weight), heads(layer.k_proj.weight)) for layer in layers]
     for step in range(4):
         old = [(heads(layer.q_proj.weight), heads(layer.k_proj.weight)) for layer in layers]
-        gradients(theirs, step)
+        backward(theirs, step)
         reference.step()
         for layer, (q, k), (q0, k0) in zip(layers, old, start, strict=True):
             shared = HEADS // KEY_HEADS
@@ -69,13 +69,13 @@ def test_three_lines_on_a_llama(policy: str) -> None:
                 ratio = largest if policy == "quack" else 1.0
                 rows = layer.k_proj.weight.data[head * HEAD_DIM : (head + 1) * HEAD_DIM]
                 rows.copy_(k[head] + 0.5 * ratio * (rows - k[head]))
-        gradients(ours, step)
+        backward(ours, step)
         optimizer.step()
     for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(mine, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_initial_norms_survive_a_checkpoint() -> None:
+def test_resuming_with_the_saved_initial_norms_is_bit_identical() -> None:
     whole = make_llama()
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     hooks = QueryKeyHooks(optimizer, llama_weights(whole), alpha=0.5)
@@ -93,7 +93,7 @@ def test_initial_norms_survive_a_checkpoint() -> None:
         assert torch.equal(mine, expected)
 
 
-def test_removed_hooks_change_nothing() -> None:
+def test_removed_hooks_have_no_effect() -> None:
     ours, theirs = make_llama(), make_llama()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (ours, theirs)]
     QueryKeyHooks(optimizers[0], llama_weights(ours), alpha=0.5).remove()
@@ -103,19 +103,19 @@ def test_removed_hooks_change_nothing() -> None:
         assert torch.equal(mine, expected)
 
 
-def test_mistakes_are_named() -> None:
+def test_invalid_arguments_raise() -> None:
     model = make_llama()
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match=r"alpha is 0; expected a positive number"):
         QueryKeyHooks(optimizer, llama_weights(model), alpha=0)
     with pytest.raises(ValueError, match=r"policy is 'adaptive'; expected constant or quack"):
         QueryKeyHooks(optimizer, llama_weights(model), alpha=1, policy="adaptive")
-    with pytest.raises(ValueError, match=r"no attention layers"):
+    with pytest.raises(ValueError, match=r"^layers is empty; expected at least one attention layer$"):
         QueryKeyHooks(optimizer, [], alpha=1)
     layer = llama_weights(model)[1]
     layer.key.data[HEAD_DIM:].zero_()
     with pytest.raises(ValueError, match=r"head 1 of the key matrix of layer 0 is zero"):
         QueryKeyHooks(optimizer, [AttentionWeights(layer.query, layer.key, HEAD_DIM)], alpha=1)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16))
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel does not name its parts like Llama"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel does not have Llama's module names"):
         llama_weights(gpt2)

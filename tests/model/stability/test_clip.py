@@ -1,4 +1,4 @@
-"""QK-Clip: the largest logits, the factors, and what they do to the logits."""
+"""QK-Clip: the largest logits, the clipping factors, and their effect on the logits."""
 
 from __future__ import annotations
 
@@ -14,22 +14,16 @@ from model.gpt import GPT
 from model.parameters import Kind
 from model.stability import clip
 from model.stability.clip import LogitMaxima, attach_logit_maxima, causal_logit_maxima, clip_factors
-
-
-def brute_force(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    T = q.shape[2]
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    logits = q.double() @ k.double().mT / q.shape[-1] ** 0.5
-    return logits.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf).amax(dim=(2, 3))
+from tests.model.attention.reference import largest_logits
 
 
 @settings(deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([1, 7, 64, 1 << 24]), st.floats(0.05, 6.0))
-def test_maxima_are_exact_where_they_pass_the_threshold(seed: int, chunk: int, threshold: float) -> None:
+def test_maxima_above_the_threshold_are_exact(seed: int, chunk: int, threshold: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     scale = torch.rand(3, 4, 1, 1, generator=generator) * 2
     q, k = torch.randn(3, 4, 11, 6, generator=generator) * scale, torch.randn(3, 2, 11, 6, generator=generator)
-    expected = brute_force(q, k)
+    expected = largest_logits(q, k)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clip, "CHUNK_ELEMENTS", chunk)
         found = causal_logit_maxima(q, k, threshold)
@@ -39,7 +33,7 @@ def test_maxima_are_exact_where_they_pass_the_threshold(seed: int, chunk: int, t
     torch.testing.assert_close(found[is_known].double(), expected[is_known], rtol=1e-5, atol=1e-6)
 
 
-def test_a_head_below_its_bound_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_whose_bound_is_below_the_threshold_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     heads: list[int] = []
     exact = clip._causal_maxima
     monkeypatch.setattr(clip, "_causal_maxima", lambda q, *rest: (heads.append(len(q)), exact(q, *rest))[1])
@@ -48,12 +42,12 @@ def test_a_head_below_its_bound_costs_no_product(monkeypatch: pytest.MonkeyPatch
     assert heads == [1]
 
 
-def test_no_head_passes() -> None:
+def test_maxima_are_minus_infinity_if_no_bound_exceeds_the_threshold() -> None:
     q = torch.ones(2, 3, 5, 4)
     assert causal_logit_maxima(q, q, threshold=1e6).isinf().all()
 
 
-def test_padding_rows_do_not_count_and_reset_forgets() -> None:
+def test_masked_rows_do_not_count_and_reset_clears_the_maxima() -> None:
     maxima = LogitMaxima(1, threshold=1.0, device=torch.device("cpu"))
     q = torch.tensor([1.0, 5.0]).view(2, 1, 1, 1)
     maxima.row_mask_B = torch.tensor([True, False])
@@ -67,7 +61,7 @@ def test_padding_rows_do_not_count_and_reset_forgets() -> None:
     assert maxima.max_H.tolist() == [-torch.inf]
 
 
-def test_factors() -> None:
+def test_clip_factors_of_latent_and_grouped_attention() -> None:
     maxima = torch.tensor([[50.0, 200.0, -torch.inf, -400.0], [100.0, 400.0, 1600.0, 100.0]])
     latent = clip_factors(maxima, 100.0, num_key_heads=None)
     torch.testing.assert_close(latent[Kind.QUERY_ROPE], torch.tensor([[1, 0.5, 1, 1], [1, 0.25, 0.0625, 1]]))
@@ -83,7 +77,7 @@ def test_factors() -> None:
 )
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
-def test_a_training_pass_measures_and_the_factors_bring_the_logits_to_the_threshold(
+def test_clipping_after_a_training_pass_brings_the_largest_logit_to_the_threshold(
     model_keys: dict,
     activation_checkpointing: bool,
     is_compiled: bool,
@@ -98,7 +92,7 @@ def test_a_training_pass_measures_and_the_factors_bring_the_logits_to_the_thresh
     assert len(layers) == 2
     model.eval()
     model(*batch)
-    assert all(layer.max_H.isinf().all() for layer in layers), "validation does not count"
+    assert all(layer.max_H.isinf().all() for layer in layers), "evaluation must not count"
     model.train()
     model(*batch)[0].backward()
     inputs = [x.detach() for x in model.attention_inputs(batch[0])]
@@ -106,7 +100,7 @@ def test_a_training_pass_measures_and_the_factors_bring_the_logits_to_the_thresh
     for block, x, layer in zip(model.blocks, inputs, layers, strict=True):
         attention = block.attention
         q, k, _ = attention.project(x, rotary)
-        expected = brute_force(q.detach(), k.detach()).amax(dim=0)
+        expected = largest_logits(q.detach(), k.detach()).amax(dim=0)
         torch.testing.assert_close(layer.max_H.double(), expected, rtol=1e-4, atol=1e-5)
         threshold = float(layer.max_H.sort().values[1:3].mean())  # between the heads
         num_key_heads = None if model.config.attention.kind == "mla" else model.config.num_kv_heads
@@ -117,5 +111,5 @@ def test_a_training_pass_measures_and_the_factors_bring_the_logits_to_the_thresh
                     heads = weight.view(factors[kind].shape[1], -1)
                     heads.mul_(factors[kind][0][:, None])
             q, k, _ = attention.project(x, rotary)
-        largest = brute_force(q, k).amax(dim=0)
+        largest = largest_logits(q, k).amax(dim=0)
         assert float(largest.max()) == pytest.approx(threshold, rel=1e-3)

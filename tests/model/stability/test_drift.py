@@ -1,4 +1,4 @@
-"""Sampled logits and their change, against loops; and what the rule for normalised latents promises."""
+"""Sampled logits and their change, and the steps of the `quack` policy in layers with normalised latents."""
 
 from __future__ import annotations
 
@@ -16,39 +16,36 @@ from model.initialisation import initialise
 from model.parameters import Kind
 from model.stability.drift import rms_change, sampled_logits, sampled_positions
 from model.stability.policies import quack_ratios
+from tests.model.attention.reference import attention_logits
 
 
 @given(st.integers(1, 300), st.integers(1, 64))
-def test_positions_are_distinct_ascending_and_end_at_the_last(seq_len: int, num_queries: int) -> None:
+def test_sampled_positions_are_distinct_ascending_and_include_the_last(seq_len: int, num_queries: int) -> None:
     positions = sampled_positions(seq_len, num_queries).tolist()
     assert len(positions) == min(num_queries, seq_len)
     assert positions == sorted(set(positions)) and positions[-1] == seq_len - 1 and positions[0] >= 0
 
 
-def test_logits_and_rms_are_those_of_loops() -> None:
+def test_sampled_logits_and_rms_change_match_the_formulas() -> None:
     generator = torch.Generator().manual_seed(0)
     B, T, H, G, K = 2, 9, 4, 2, 6
     positions = sampled_positions(T, 3)
     tables = []
     for _ in range(2):
         q, k = (torch.randn(B, heads, T, K, generator=generator) for heads in (H, G))
-        loops = {
-            (b, h, t, s): sum(float(q[b, h, t, i]) * float(k[b, h // 2, s, i]) for i in range(K)) / math.sqrt(K)
-            for b in range(B)
-            for h in range(H)
-            for t in positions.tolist()
-            for s in range(t + 1)
-        }
-        tables.append((sampled_logits(q, k, positions), loops))
-    (new, new_loops), (old, old_loops) = tables
-    for (b, h, t, s), value in new_loops.items():
-        assert float(new[b, h, positions.tolist().index(t), s]) == pytest.approx(value, rel=1e-4, abs=1e-5)
-    squares = [(new_loops[key] - old_loops[key]) ** 2 for key in new_loops]
+        tables.append((sampled_logits(q, k, positions), attention_logits(q, k)))
+    (new, new_expected), (old, old_expected) = tables
+    squares = []
+    for index, t in enumerate(positions.tolist()):
+        expected = new_expected[:, :, t, : t + 1]
+        torch.testing.assert_close(new[:, :, index, : t + 1].double(), expected, rtol=1e-4, atol=1e-5)
+        assert not new[:, :, index, t + 1 :].any()
+        squares += (expected - old_expected[:, :, t, : t + 1]).square().flatten().tolist()
     assert float(rms_change(new, old, positions)) == pytest.approx(math.sqrt(sum(squares) / len(squares)), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])
-def test_attention_inputs_are_what_the_layers_get(kind: str, make_model: Callable[..., GPT]) -> None:
+def test_attention_inputs_are_those_of_the_layers(kind: str, make_model: Callable[..., GPT]) -> None:
     model = make_model(kind=kind)
     seen: list[torch.Tensor] = []
     for block in model.blocks:
@@ -61,7 +58,7 @@ def test_attention_inputs_are_what_the_layers_get(kind: str, make_model: Callabl
 
 
 def mean_changes(latent_norm: bool, qk_norm: bool, grown: Kind | None, factor: float) -> dict[Kind, float]:
-    """Mean |Δlogit| of a small random step of each matrix alone, scaled by the rule after one matrix has grown."""
+    """Returns the mean |Δlogit| of a small random step of each matrix, scaled by `quack` after one has grown."""
     sizes = {"q_latent_dim": 48, "kv_latent_dim": 40, "nope_dim": 16, "rope_dim": 16, "latent_norm": latent_norm}
     attention = {"kind": "mla", "qk_norm": qk_norm, "mla": sizes}
     model = GPT(
@@ -108,10 +105,10 @@ def mean_changes(latent_norm: bool, qk_norm: bool, grown: Kind | None, factor: f
 @pytest.mark.parametrize("latent_norm", [True, False])
 @pytest.mark.parametrize("grown", [Kind.QUERY_DOWN, Kind.KV_DOWN, Kind.QUERY_UP, Kind.KEY_UP, Kind.KEY_ROPE])
 @pytest.mark.parametrize("factor", [4.0, 0.25])
-def test_scaled_steps_move_the_logits_alike_whatever_has_grown(latent_norm: bool, grown: Kind, factor: float) -> None:
+def test_scaled_steps_change_the_logits_as_much_as_at_the_start(latent_norm: bool, grown: Kind, factor: float) -> None:
     at_start = mean_changes(latent_norm, False, None, 1.0)
     for kind, change in mean_changes(latent_norm, False, grown, factor).items():
-        # W_dq moves both parts of the logits; its rule bounds the larger one.
+        # W_dq changes both parts of the logits; its factor bounds only the larger part.
         tolerance = 3.5 if kind is Kind.QUERY_DOWN and grown not in (Kind.QUERY_DOWN, Kind.KV_DOWN) else 1.005
         if kind is Kind.QUERY_DOWN and grown is Kind.KV_DOWN and not latent_norm:
             tolerance = 3.5
@@ -121,8 +118,10 @@ def test_scaled_steps_move_the_logits_alike_whatever_has_grown(latent_norm: bool
 @pytest.mark.parametrize("latent_norm", [True, False])
 @pytest.mark.parametrize("grown", [Kind.QUERY_DOWN, Kind.KV_DOWN, Kind.QUERY_UP, Kind.KEY_UP, Kind.KEY_ROPE])
 @pytest.mark.parametrize("factor", [4.0, 0.25])
-def test_with_query_key_norms_they_move_about_alike(latent_norm: bool, grown: Kind, factor: float) -> None:
-    """The rule leaves out that a step also changes the size that a head is divided by."""
+def test_scaled_steps_with_query_key_norms_change_the_logits_about_as_much(
+    latent_norm: bool, grown: Kind, factor: float
+) -> None:
+    """The policy ignores that a step also changes the norm that a head is divided by."""
     at_start = mean_changes(latent_norm, True, None, 1.0)
     changes = mean_changes(latent_norm, True, grown, factor)
     assert changes[grown] / at_start[grown] == pytest.approx(1, abs=0.05)

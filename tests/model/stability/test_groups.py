@@ -1,3 +1,5 @@
+"""Optimizer groups and their learning rates."""
+
 import pytest
 
 from configs.policies import POLICIES
@@ -23,7 +25,7 @@ def test_groups_partition_the_parameters(make_model):
 
 
 def test_groups_of_latent_attention(make_model):
-    """Values are not queries or keys, but the latents' gains are, and do not decay."""
+    """The gains of the latent norms belong to the query/key parameters, without decay; values do not belong to them."""
     model = make_model(kind="mla", num_layers=1, mla={"q_latent_dim": 12})
     groups = group_names(collect_specs(model))
     prefix = "blocks.0.attention."
@@ -40,8 +42,8 @@ def test_a_tied_head_does_not_decay(make_model):
     assert not any("head" in name for names in groups.values() for name in names)
 
 
-def test_an_untied_head_can_have_a_group_of_its_own(make_model):
-    """Then the hidden groups hold matrices between hidden states only."""
+def test_an_untied_head_can_have_its_own_group(make_model):
+    """Then the hidden groups hold only matrices between hidden states."""
     specs = collect_specs(make_model(qk_norm=True))
     groups = group_names(specs, separate_head=True)
     assert groups[GroupName.HEAD] == ["head.weight"]
@@ -53,7 +55,7 @@ def test_an_untied_head_can_have_a_group_of_its_own(make_model):
     assert GroupName.HEAD not in group_names(collect_specs(make_model(tie_embeddings=True)), separate_head=True)
 
 
-def test_group_of_gains_exists_only_with_query_key_norms(make_model):
+def test_the_group_of_gains_exists_only_with_query_key_norms(make_model):
     assert GroupName.QUERY_KEY_NO_DECAY not in group_names(collect_specs(make_model()))
     assert group_of(ParameterSpec(Kind.QK_NORM_GAIN)) is GroupName.QUERY_KEY_NO_DECAY
 
@@ -61,7 +63,7 @@ def test_group_of_gains_exists_only_with_query_key_norms(make_model):
 @pytest.mark.parametrize(
     ("policy", "query_key_scale"), [("none", 1.0), ("constant", 0.1), ("quack", 0.1), ("adaptive", 0.1)]
 )
-def test_learning_rate_scale(policy, query_key_scale):
+def test_only_query_key_groups_have_a_scaled_learning_rate(policy, query_key_scale):
     scales = {group: POLICIES[policy].learning_rate_scale(0.1, group.is_query_key) for group in GroupName}
     assert scales == {
         GroupName.QUERY_KEY: query_key_scale,

@@ -1,4 +1,4 @@
-"""Newton-Schulz acts on singular values only, by its polynomial: compared with an SVD in float64."""
+"""Newton-Schulz iteration, compared with its polynomial applied to the singular values of an SVD in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHAPES = [(12, 12), (8, 30), (30, 8), (1, 7), (7, 1), (3, 10, 24), (2, 3, 24, 10
 
 
 def by_svd(matrices: torch.Tensor, steps: int) -> torch.Tensor:
-    """The iteration's polynomial applied to the singular values, with M / |M| = U S V'."""
+    """Applies the iteration's polynomial to the singular values of M / |M| = U S V'."""
     u, s, vh = torch.linalg.svd(matrices.double(), full_matrices=False)
     s = s / s.square().sum(-1, keepdim=True).sqrt()
     for _ in range(steps):
@@ -25,7 +25,7 @@ def random(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("steps", [1, 5, 7])
-def test_equal_to_the_polynomial_of_the_singular_values(shape: tuple[int, ...], steps: int) -> None:
+def test_the_result_is_the_polynomial_of_the_singular_values(shape: tuple[int, ...], steps: int) -> None:
     matrices = random(*shape)
     torch.testing.assert_close(
         orthogonalise(matrices, steps, torch.float64), by_svd(matrices, steps), rtol=0, atol=1e-12
@@ -33,7 +33,7 @@ def test_equal_to_the_polynomial_of_the_singular_values(shape: tuple[int, ...], 
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_single_precision_grows_rounding_by_the_slope_at_zero_at_most(shape: tuple[int, ...]) -> None:
+def test_fp32_rounding_errors_grow_by_at_most_the_slope_at_zero(shape: tuple[int, ...]) -> None:
     matrices = random(*shape).float()
     result = orthogonalise(matrices)
     assert result.dtype == torch.float32
@@ -41,26 +41,26 @@ def test_single_precision_grows_rounding_by_the_slope_at_zero_at_most(shape: tup
     assert error.max() <= 3.4445**5 * torch.finfo(torch.float32).eps
 
 
-def test_ill_conditioned_matrices_in_single_precision() -> None:
-    """Singular values from 1 to 1e-6: the small ones are where errors grow."""
+def test_ill_conditioned_matrices_are_accurate_in_fp32() -> None:
+    """Singular values range from 1 to 1e-6; errors grow in the small ones."""
     u, v = (torch.linalg.qr(random(n, n)).Q for n in (20, 21))
     matrix = (u * torch.logspace(0, -6, 20, dtype=torch.float64)) @ v[:20]
     error = torch.linalg.matrix_norm(orthogonalise(matrix.float()).double() - by_svd(matrix, 5), ord=2)
     assert error <= 3.4445**5 * torch.finfo(torch.float32).eps
 
 
-def test_singular_values_come_near_one() -> None:
+def test_singular_values_are_close_to_one() -> None:
     values = torch.linalg.svdvals(orthogonalise(random(40, 30, 50)))
     assert values.min() > 0.65 and values.max() < 1.25
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-9, 1e9])
-def test_the_size_of_the_input_does_not_matter(scale: float) -> None:
+def test_the_scale_of_the_input_does_not_matter(scale: float) -> None:
     matrix = random(6, 9)
     eps_share = 1e-12 / (scale * matrix.norm().item()) if scale > 1e-12 else None
     result, expected = orthogonalise(matrix * scale, dtype=torch.float64), orthogonalise(matrix, dtype=torch.float64)
     if eps_share is None:
-        assert result.norm() <= 1e-12, "what is only rounding noise stays small"
+        assert result.norm() <= 1e-12, "an input far below EPS must not be amplified"
     else:
         torch.testing.assert_close(result, expected, rtol=0, atol=10 * eps_share + 1e-12)
 
@@ -70,8 +70,8 @@ def test_a_zero_matrix_stays_zero() -> None:
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (8, 40), (40, 8)], ids=str)
-def test_near_torch_muon(shape: tuple[int, int]) -> None:
-    """One step of `torch.optim.Muon`, which iterates in bf16."""
+def test_a_step_is_close_to_torch_muon(shape: tuple[int, int]) -> None:
+    """`torch.optim.Muon` iterates in bf16."""
     gradient = random(*shape).float()
     weight = torch.nn.Parameter(torch.zeros(shape))
     weight.grad = gradient.clone()
@@ -83,7 +83,7 @@ def test_near_torch_muon(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(10, 10), (6, 20), (20, 6)])
-def test_an_orthogonal_step_has_adamw_size(rows: int, cols: int) -> None:
+def test_a_step_has_the_rms_of_adamw(rows: int, cols: int) -> None:
     orthogonal = torch.linalg.qr(random(max(rows, cols), min(rows, cols))).Q
     step = step_scale(rows, cols) * orthogonal
     assert step.square().mean().sqrt().item() == pytest.approx(0.2, rel=1e-12)

@@ -1,4 +1,4 @@
-"""QuacK's ratios are those of the paper's tables, and the pieces of heads add up."""
+"""QuacK's ratios, compared with the paper's algorithms, and operations on shards of heads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MLA = {
 }
 
 
-def test_mha_is_algorithm_1() -> None:
+def test_mha_ratios_match_algorithm_1() -> None:
     start, now = random_norms(MHA, 1), random_norms(MHA, 2)
     ratios = quack_ratios(now, start, has_qk_norm=False)
     for layer in range(L):
@@ -48,7 +48,7 @@ def test_mha_is_algorithm_1() -> None:
             )
 
 
-def test_a_shared_key_head_is_bound_by_its_largest_query() -> None:
+def test_a_shared_key_head_depends_on_its_largest_query_head() -> None:
     start, now = random_norms(GQA, 1), random_norms(GQA, 2)
     ratios = quack_ratios(now, start, has_qk_norm=False)
     for layer in range(L):
@@ -62,7 +62,7 @@ def test_a_shared_key_head_is_bound_by_its_largest_query() -> None:
 
 
 def algorithm_2(norms: dict[Kind, torch.Tensor], layer: int) -> dict[Kind, list[float]]:
-    """The table of the paper's algorithm 2, head by head."""
+    """Returns the factors of the paper's algorithm 2, head by head."""
     n = {kind: [float(value) for value in table[layer]] for kind, table in norms.items()}
     dq, dkv, kr = n[Kind.QUERY_DOWN][0], n[Kind.KV_DOWN][0], n[Kind.KEY_ROPE][0]
     uq, uk, qr = n[Kind.QUERY_UP], n[Kind.KEY_UP], n[Kind.QUERY_ROPE]
@@ -77,7 +77,7 @@ def algorithm_2(norms: dict[Kind, torch.Tensor], layer: int) -> dict[Kind, list[
     }
 
 
-def test_mla_is_algorithm_2() -> None:
+def test_mla_ratios_match_algorithm_2() -> None:
     start, now = random_norms(MLA, 1), random_norms(MLA, 2)
     ratios = quack_ratios(now, start, has_qk_norm=False)
     assert ratios.keys() == MLA.keys()
@@ -88,7 +88,7 @@ def test_mla_is_algorithm_2() -> None:
             assert ratios[kind][layer].tolist() == pytest.approx(expected), kind
 
 
-def test_without_query_compression_its_norm_is_one() -> None:
+def test_without_query_compression_the_norm_of_its_matrix_counts_as_one() -> None:
     start, now = random_norms(MLA, 1), random_norms(MLA, 2)
     for norms in (start, now):
         norms[Kind.QUERY_DOWN] = torch.ones(L, 1, dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_ratios_start_at_exactly_one(kinds: dict[Kind, int], has_qk_norm: bool) 
         assert kind not in (Kind.QUERY_LATENT_GAIN, Kind.KV_LATENT_GAIN)
 
 
-def test_a_normalised_latent_matters_by_its_gain_and_its_matrix_relatively() -> None:
+def test_ratios_depend_on_the_gain_of_a_normalised_latent_instead_of_its_matrix() -> None:
     kinds = {**MLA, Kind.QUERY_LATENT_GAIN: 1, Kind.KV_LATENT_GAIN: 1}
     start = random_norms(kinds, 4)
     grown = {**start, Kind.QUERY_DOWN: 4 * start[Kind.QUERY_DOWN]}
@@ -124,7 +124,7 @@ def test_a_normalised_latent_matters_by_its_gain_and_its_matrix_relatively() -> 
         assert torch.allclose(ratios[kind], torch.full_like(ratios[kind], 0.5)), kind
 
 
-def test_the_cap_holds_only_growing_ratios() -> None:
+def test_max_ratio_limits_only_larger_ratios() -> None:
     start, now = random_norms(MHA, 1), random_norms(MHA, 2)
     free, capped = (quack_ratios(now, start, False, max_ratio) for max_ratio in (None, 1.0))
     assert free[Kind.QUERY].max() > 1 > free[Kind.QUERY].min()
@@ -133,7 +133,9 @@ def test_the_cap_holds_only_growing_ratios() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 7), st.integers(1, 5), st.data())
-def test_pieces_of_heads_add_up(head_numel: int, heads: int, data: st.DataObject) -> None:
+def test_operations_on_shards_add_up_to_those_on_the_whole_matrix(
+    head_numel: int, heads: int, data: st.DataObject
+) -> None:
     matrix = torch.randn(heads * head_numel, generator=torch.Generator().manual_seed(head_numel * 31 + heads))
     cuts = sorted({0, matrix.numel(), *data.draw(st.lists(st.integers(0, matrix.numel()), max_size=4))})
     squares = torch.zeros(heads, dtype=torch.float64)
@@ -154,10 +156,12 @@ def test_pieces_of_heads_add_up(head_numel: int, heads: int, data: st.DataObject
 
 @settings(deadline=None)
 @given(st.integers(0, 2**16), st.floats(0.1, 2), st.floats(0.1, 2), st.floats(0.1, 1))
-def test_the_papers_lemma_bounds_the_change_of_a_logit(seed: int, tau_q: float, tau_k: float, smallest: float) -> None:
+def test_the_change_of_a_logit_respects_the_papers_bound(
+    seed: int, tau_q: float, tau_k: float, smallest: float
+) -> None:
     """With rates tau / ‖other weight‖, |Δl| sqrt(K) ≤ tau_q D + tau_k D + tau_q tau_k D² / c² for unit inputs.
 
-    Started from norms of 1, the rule's ratio is 1 / ‖other weight‖.
+    With initial norms of 1, the ratio is 1 / ‖other weight‖.
     """
     generator = torch.Generator().manual_seed(seed)
 
