@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from data.errors import DataError
 from data.loader import BatchGeometry, derive_accumulation
 from data.order import BLOCK_SAMPLES, Phase, SampleOrder, _ceil_sqrt, _Mixture, permute, samples_per_block
+from data.skips import SkippedSamples
 
 weights_strategy = st.lists(st.floats(0.001, 1000), min_size=1, max_size=6)
 seeds = st.integers(-(2**63), 2**64)
@@ -394,3 +395,107 @@ def test_samples_are_uncorrelated_at_any_distance(size: int) -> None:
     assert longest_run < 12  # a run of 12 ascents has a probability of 1 in 13! at each place
     parity = np.bincount(first % 7, minlength=7)
     assert (np.abs(parity - count / 7) < 5 * math.sqrt(count / 7)).all()
+
+
+def brute_force_counts(weights: list[float]) -> list[int]:
+    """Largest remainder with at least one sample per source, in exact fractions, one sample at a time."""
+    total = sum(map(Fraction, weights))
+    shares = [Fraction(weight) / total * BLOCK_SAMPLES for weight in weights]
+    counts = [max(int(share), 1) for share in shares]
+    sources = range(len(weights))
+    while sum(counts) < BLOCK_SAMPLES:
+        counts[max(sources, key=lambda source: shares[source] - counts[source])] += 1
+    while sum(counts) > BLOCK_SAMPLES:
+        reducible = [source for source in sources if counts[source] > 1]
+        counts[max(reducible, key=lambda source: counts[source] - shares[source])] -= 1
+    return counts
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [5.0, 3.0, 2.0, *[1e-6] * 50],
+        [1e-6, 5.1, 3.2, 2.3, 1e-6],
+        [4000.4, 2.01, 1.6, *[1e-4] * 93],  # a source with two samples gives one away
+        [*[1.3] * 3000, 40.7, 2.2, *[1e-9] * 9],
+        [0.7, 0.2, 0.1],
+    ],
+    ids=["many", "ends", "two", "thousands", "none"],
+)
+def test_samples_for_tiny_weights_come_from_the_sources_furthest_above_their_share(weights: list[float]) -> None:
+    assert samples_per_block(weights).tolist() == brute_force_counts(weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([], "0 sources"),
+        ([1.0] * 4097, "4,097 sources"),
+        ([1.0, -2.0], r"-2\.0.*source 1"),
+        ([math.nan], "nan.*source 0"),
+    ],
+)
+def test_errors_name_the_invalid_weight_and_its_source(weights: list[float], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        samples_per_block(weights)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    case=phased_orders(),
+    ranges=st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 9000)).map(sorted), max_size=4),
+    num_samples=st.integers(0, 6000),
+)
+def test_skipping_removes_places_and_moves_no_other_sample(
+    case: tuple[list[int], list[Phase], int], ranges: list[list[int]], num_samples: int
+) -> None:
+    """Compared with the whole order, from which the places are deleted one by one."""
+    order = make_phased(*case)
+    skipping = order.skipping(SkippedSamples.of(ranges))
+    num_places = num_samples + sum(stop - first for first, stop in ranges)
+    kept = [
+        located
+        for place, located in enumerate(locate_all(order, num_places))
+        if not any(first <= place < stop for first, stop in ranges)
+    ][:num_samples]
+    assert locate_all(skipping, num_samples) == kept
+    counts = Counter(source for source, _, _ in kept)
+    assert skipping.samples_of_sources(num_samples).tolist() == [counts[source] for source in range(len(case[0]))]
+    assert order.skipped.ranges == ()
+
+
+@pytest.mark.parametrize("num_samples", [0, 100, 101])
+def test_counts_are_exact_at_the_edges_of_a_skipped_range(num_samples: int) -> None:
+    order = SampleOrder([7, 5], [2.0, 1.0], seed=0)
+    skipping = order.skipping(SkippedSamples.of([(100, 150)]))
+    places = [place for place in range(200) if not 100 <= place < 150][:num_samples]
+    expected = np.bincount(order.locate(np.array(places, np.int64)).source, minlength=2)
+    assert skipping.samples_of_sources(num_samples).tolist() == expected.tolist()
+    from_zero = order.skipping(SkippedSamples.of([(0, 50)]))
+    assert from_zero.samples_of_sources(0).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.uint64])
+def test_samples_of_any_integer_dtype_have_the_same_location(dtype: type) -> None:
+    order = SampleOrder([777, 31], [5, 2], seed=3)
+    samples = np.array([[0, 255], [7, 100]])
+    expected, found = order.locate(samples), order.locate(samples.astype(dtype))
+    for name in ("source", "epoch", "window"):
+        assert getattr(found, name).dtype == np.int64
+        assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+
+
+def test_permute_broadcasts_sizes_and_keys() -> None:
+    sizes, keys = np.array([5, 17, 1000]), np.array([[1], [2]], np.uint64)
+    images = permute(np.array(3), sizes, keys)
+    assert images.tolist() == [[permute(np.array(3), size, key).item() for size in sizes] for key in keys[:, 0]]
+    assert permute(np.array(3), sizes, keys[0]).tolist() == images[0].tolist()
+    assert permute(np.array(3), sizes, np.array(1, np.uint64)).tolist() == images[0].tolist()
+
+
+def test_num_sources_counts_and_weights_cover_all_phases() -> None:
+    phase = Phase(5000, (2, 0), (1.0, 3.0))
+    assert [phase.weight_of(source) for source in range(3)] == [3.0, 0.0, 1.0]
+    order = SampleOrder([10, 20, 30], [1.0, 1.0], 0, [phase])
+    assert order.num_sources == 3
+    assert order.counts(1).tolist() == [3072, 0, 1024]

@@ -49,6 +49,42 @@ def test_a_drift_proportional_to_alpha_converges_to_the_target() -> None:
     assert [gain * alpha for gain, alpha in zip(gains, controller.alphas, strict=True)] == pytest.approx([0.02] * 2)
 
 
+def test_the_automatic_target_ignores_drifts_that_are_zero_or_non_finite() -> None:
+    controller = AdaptiveController(4, alpha=0.1, target=None, exponent=1.0, min_alpha=0.01)
+    for _ in range(NUM_TARGET_MEASUREMENTS):
+        controller.observe([0.0, math.nan, 3.0, math.inf])
+    assert controller.target == 3.0
+
+
+def test_measurement_starts_again_if_no_drift_was_usable() -> None:
+    controller = AdaptiveController(2, alpha=0.1, target=None, exponent=1.0, min_alpha=0.01)
+    for _ in range(NUM_TARGET_MEASUREMENTS):
+        controller.observe([0.0, math.nan])
+    assert controller.target is None
+    for _ in range(NUM_TARGET_MEASUREMENTS):
+        assert controller.target is None
+        controller.observe([2.0, 4.0])
+    assert controller.target == 3.0
+
+
+def test_a_controller_restored_before_its_target_is_known_finds_the_same_target() -> None:
+    controller = AdaptiveController(1, alpha=0.1, target=None, exponent=1.0, min_alpha=0.01)
+    for drift in (1.0, 2.0, 3.0):
+        controller.observe([drift])
+    restored = AdaptiveController(1, alpha=0.1, target=None, exponent=1.0, min_alpha=0.01)
+    restored.load_state(json.loads(json.dumps(controller.state())))
+    for drift in range(4, 4 + NUM_TARGET_MEASUREMENTS - 3):
+        assert restored.target is None
+        restored.observe([float(drift)])
+    assert restored.target == (1 + NUM_TARGET_MEASUREMENTS) / 2
+
+
+def test_a_measurement_of_another_number_of_layers_raises() -> None:
+    controller = AdaptiveController(2, alpha=0.1, target=1.0, exponent=1.0, min_alpha=0.01)
+    with pytest.raises(ValueError, match="shorter"):
+        controller.observe([1.0])
+
+
 def test_state_survives_json_and_a_configured_target_takes_precedence() -> None:
     controller = AdaptiveController(2, alpha=0.1, target=None, exponent=0.5, min_alpha=1e-3)
     for _ in range(NUM_TARGET_MEASUREMENTS + 3):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from model.parameters import Kind
 from model.stability.attach import AttentionWeights, QueryKeyHooks, llama_weights
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
@@ -73,6 +74,32 @@ def test_hooks_match_scaling_the_step_of_every_head_by_hand(policy: str) -> None
         optimizer.step()
     for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.allclose(mine, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_max_ratio_limits_the_ratios() -> None:
+    model = make_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    layers = llama_weights(model)
+    hooks = QueryKeyHooks(optimizer, layers, alpha=1.0, max_ratio=1.5)
+    for layer in layers:
+        layer.query.data *= 0.25
+        layer.key.data *= 2.0
+    train(model, optimizer, range(1))
+    torch.testing.assert_close(hooks.ratios[Kind.KEY], torch.full((2, KEY_HEADS), 1.5, dtype=torch.float64))
+    torch.testing.assert_close(hooks.ratios[Kind.QUERY], torch.full((2, HEADS), 0.5, dtype=torch.float64))
+
+
+def test_with_query_key_norms_the_ratio_of_a_head_is_its_own_growth() -> None:
+    model = make_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    layers = llama_weights(model)
+    hooks = QueryKeyHooks(optimizer, layers, alpha=1.0, has_qk_norm=True)
+    layers[1].query.data[:HEAD_DIM] *= 4.0
+    train(model, optimizer, range(1))
+    expected = torch.ones(2, HEADS, dtype=torch.float64)
+    expected[1, 0] = 4.0
+    torch.testing.assert_close(hooks.ratios[Kind.QUERY], expected)
+    torch.testing.assert_close(hooks.ratios[Kind.KEY], torch.ones(2, KEY_HEADS, dtype=torch.float64))
 
 
 def test_resuming_with_the_saved_initial_norms_is_bit_identical() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.attention.rotary import rotary_table
 from model.gpt import GPT
 from model.parameters import Kind
 from model.stability import clip
-from model.stability.clip import LogitMaxima, attach_logit_maxima, causal_logit_maxima, clip_factors
+from model.stability.clip import LogitMaxima, attach_logit_maxima, causal_logit_maxima, clip_factors, logit_factor
 from tests.model.attention.reference import largest_logits
 
 
@@ -40,6 +42,66 @@ def test_heads_whose_bound_is_below_the_threshold_are_not_computed(monkeypatch: 
     q = torch.ones(1, 3, 5, 4) * torch.tensor([0.1, 1.0, 10.0]).view(1, 3, 1, 1)
     assert causal_logit_maxima(q, torch.ones(1, 3, 5, 4), threshold=2.5).tolist()[0][2] == pytest.approx(20.0)
     assert heads == [1]
+
+
+def test_bounds_are_not_rounded_to_bf16() -> None:
+    """The norm of (1, 1/16) rounds to 1 in bf16, where the bound would be below the threshold."""
+    q = torch.tensor([1.0, 0.0625], dtype=torch.bfloat16).view(1, 1, 1, 2)
+    found = causal_logit_maxima(q, q, threshold=0.708)
+    assert found.item() == pytest.approx((1 + 0.0625**2) / 2**0.5, rel=1e-6)
+
+
+@pytest.mark.parametrize(("length", "width"), [(2, 40), (40, 2)])
+def test_the_bound_is_that_of_cauchy_and_schwarz(length: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It equals the logits of constant vectors, so a threshold just above them skips the head."""
+    computed: list[int] = []
+    exact = clip._causal_maxima
+    monkeypatch.setattr(clip, "_causal_maxima", lambda q, *rest: (computed.append(len(q)), exact(q, *rest))[1])
+    q = torch.ones(1, 1, length, width)
+    logit = width**0.5
+    assert causal_logit_maxima(q, q, threshold=0.99 * logit).item() == pytest.approx(logit)
+    assert computed == [1]
+    assert causal_logit_maxima(q, q, threshold=1.01 * logit).item() == -torch.inf
+    assert computed == [1]
+
+
+def test_masked_rows_and_heads_below_the_threshold_are_both_skipped() -> None:
+    q = torch.tensor([[1.0, 5.0], [5.0, 5.0]]).view(2, 2, 1, 1)
+    k = torch.ones(2, 2, 1, 1)
+    found = causal_logit_maxima(q, k, threshold=2.0, row_mask_B=torch.tensor([True, False]))
+    assert found.tolist() == [[-torch.inf, 5.0], [-torch.inf, -torch.inf]]
+
+
+class Products(TorchDispatchMode):
+    """Records the size of the result of every matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "bmm"):
+            self.sizes.append(result.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("chunk_elements", "expected"),
+    [
+        (16 * 16 * 3, [3 * 16 * 16, 3 * 16 * 16, 2 * 16 * 16]),  # three heads at a time
+        (100, [6 * 6, 6 * 12, 4 * 16] * 8),  # six queries of one head at a time
+        (1, list(range(1, 17)) * 8),  # at least one query
+    ],
+)
+def test_the_number_of_logits_at_once_is_limited(
+    chunk_elements: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clip, "CHUNK_ELEMENTS", chunk_elements)
+    q = torch.ones(2, 4, 16, 3)
+    with Products() as products:
+        causal_logit_maxima(q, q, threshold=0.0)
+    assert products.sizes == expected
 
 
 def test_maxima_are_minus_infinity_if_no_bound_exceeds_the_threshold() -> None:
@@ -70,6 +132,18 @@ def test_clip_factors_of_latent_and_grouped_attention() -> None:
     grouped = clip_factors(maxima, 100.0, num_key_heads=2)
     torch.testing.assert_close(grouped[Kind.KEY], torch.tensor([[0.5**0.5, 1], [0.5, 0.25]]))
     torch.testing.assert_close(grouped[Kind.QUERY], grouped[Kind.KEY].repeat_interleave(2, dim=1))
+
+
+@pytest.mark.parametrize("num_key_heads", [None, 2, 4])
+def test_logit_factor_is_the_product_of_the_factors_of_a_query_and_its_key(num_key_heads: int | None) -> None:
+    maxima = torch.tensor([[50.0, 200.0, -torch.inf, 400.0]])
+    factors = clip_factors(maxima, 100.0, num_key_heads)
+    if num_key_heads is None:
+        expected = factors[Kind.QUERY_UP] * factors[Kind.KEY_UP]
+        torch.testing.assert_close(expected, factors[Kind.QUERY_ROPE])
+    else:
+        expected = factors[Kind.QUERY] * factors[Kind.KEY].repeat_interleave(4 // num_key_heads, dim=1)
+    torch.testing.assert_close(logit_factor(factors), expected)
 
 
 @pytest.mark.parametrize(

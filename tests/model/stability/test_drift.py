@@ -26,6 +26,21 @@ def test_sampled_positions_are_distinct_ascending_and_include_the_last(seq_len: 
     assert positions == sorted(set(positions)) and positions[-1] == seq_len - 1 and positions[0] >= 0
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "num_queries", "expected"),
+    [(33, 4, [8, 16, 24, 32]), (31, 3, [10, 20, 30]), (4, 9, [0, 1, 2, 3]), (10, 1, [9])],
+)
+def test_sampled_positions_are_evenly_spaced(seq_len: int, num_queries: int, expected: list[int]) -> None:
+    assert sampled_positions(seq_len, num_queries).tolist() == expected
+
+
+def test_sampled_logits_of_bf16_inputs_are_computed_in_fp32() -> None:
+    q, k = (torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0)).bfloat16() for _ in range(2))
+    logits = sampled_logits(q, k, torch.tensor([4]))
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), attention_logits(q, k)[:, :, 4:], rtol=1e-6, atol=1e-6)
+
+
 def test_sampled_logits_and_rms_change_match_the_formulas() -> None:
     generator = torch.Generator().manual_seed(0)
     B, T, H, G, K = 2, 9, 4, 2, 6

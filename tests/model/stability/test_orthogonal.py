@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.stability.orthogonal import orthogonalise, step_scale
 
@@ -63,6 +67,45 @@ def test_the_scale_of_the_input_does_not_matter(scale: float) -> None:
         assert result.norm() <= 1e-12, "an input far below EPS must not be amplified"
     else:
         torch.testing.assert_close(result, expected, rtol=0, atol=10 * eps_share + 1e-12)
+
+
+def test_a_matrix_whose_norm_is_the_epsilon_is_finite() -> None:
+    matrix = random(6, 9)
+    matrix *= 1e-12 / matrix.norm()
+    u, s, vh = torch.linalg.svd(0.5e12 * matrix, full_matrices=False)  # M / (|M| + EPS) = M / 2e-12
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    torch.testing.assert_close(orthogonalise(matrix, dtype=torch.float64), u @ torch.diag(s) @ vh, rtol=0, atol=1e-9)
+
+
+def test_the_iteration_runs_in_the_given_dtype_and_the_result_has_the_inputs() -> None:
+    matrix = random(6, 9).float()
+    result = orthogonalise(matrix, dtype=torch.bfloat16)
+    assert result.dtype == torch.float32
+    assert torch.equal(result, result.bfloat16().float())
+    assert not torch.equal(result, orthogonalise(matrix))
+
+
+class LargestProduct(TorchDispatchMode):
+    """Records the number of elements of the largest result of a matrix product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "bmm", "baddbmm"):
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("shape", [(2, 50), (50, 2), (3, 50, 2)], ids=str)
+def test_products_are_no_larger_than_the_matrix(shape: tuple[int, ...]) -> None:
+    """The Gram matrix of a tall matrix is that of its columns."""
+    with LargestProduct() as recorder:
+        orthogonalise(random(*shape))
+    assert recorder.numel == math.prod(shape)
 
 
 def test_a_zero_matrix_stays_zero() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.parameters import Kind
-from model.stability.heads import add_squared_norms, head_ranges, scale_step
+from model.stability.heads import add_squared_norms, head_ranges, scale_heads, scale_step
 from model.stability.policies import quack_ratios
 
 L, H, G = 2, 4, 2
@@ -88,6 +89,49 @@ def test_mla_ratios_match_algorithm_2() -> None:
             assert ratios[kind][layer].tolist() == pytest.approx(expected), kind
 
 
+def normalised_mla(norms: dict[Kind, torch.Tensor], layer: int, latent_dim: int) -> dict[Kind, list[float]]:
+    """Returns 1 / (largest relative change of a logit per unit step of each matrix), head by head.
+
+    q·k / (n_q n_k) has the terms q_up·W_uk c, with a latent c of norm s, and q_rope·W_kr x, where n_q and n_k are the
+    norms of a query and a key.
+    """
+    n = {kind: [float(value) for value in table[layer]] for kind, table in norms.items()}
+    s, kr, latent_growth = n[Kind.KV_DOWN][0], n[Kind.KEY_ROPE][0], 1.0
+    if Kind.KV_LATENT_GAIN in n:
+        s = n[Kind.KV_LATENT_GAIN][0]
+        latent_growth = n[Kind.KV_DOWN][0] / s
+    uq, uk, qr = n[Kind.QUERY_UP], n[Kind.KEY_UP], n[Kind.QUERY_ROPE]
+    heads = range(H)
+    size = [math.hypot(uq[h], qr[h]) * math.hypot(uk[h] * s / math.sqrt(latent_dim), kr) for h in heads]
+    return {
+        Kind.QUERY_UP: [size[h] / (uk[h] * s) for h in heads],
+        Kind.QUERY_ROPE: [size[h] / kr for h in heads],
+        Kind.KEY_UP: [size[h] / (uq[h] * s) for h in heads],
+        Kind.KEY_ROPE: [1 / max(qr[h] / size[h] for h in heads)],
+        Kind.KV_DOWN: [latent_growth / max(uq[h] * uk[h] / size[h] for h in heads)],
+        Kind.QUERY_DOWN: [n[Kind.QUERY_DOWN][0]],
+    }
+
+
+@pytest.mark.parametrize("gains", [{}, {Kind.QUERY_LATENT_GAIN: 1, Kind.KV_LATENT_GAIN: 1}], ids=["", "latent_norm"])
+def test_mla_ratios_with_query_key_norms_match_the_formulas(gains: dict[Kind, int]) -> None:
+    start, now = random_norms({**MLA, **gains}, 1), random_norms({**MLA, **gains}, 2)
+    ratios = quack_ratios(now, start, has_qk_norm=True, kv_latent_dim=8)
+    assert ratios.keys() == MLA.keys()
+    for layer in range(L):
+        expected_now, expected_start = normalised_mla(now, layer, 8), normalised_mla(start, layer, 8)
+        for kind in MLA:
+            expected = [a / b for a, b in zip(expected_now[kind], expected_start[kind], strict=True)]
+            assert ratios[kind].shape == (L, MLA[kind])
+            assert ratios[kind][layer].tolist() == pytest.approx(expected), kind
+
+
+def test_with_query_key_norms_the_ratio_of_an_mha_head_is_its_own_growth() -> None:
+    start, now = random_norms(GQA, 1), random_norms(GQA, 2)
+    for kind, ratio in quack_ratios(now, start, has_qk_norm=True).items():
+        torch.testing.assert_close(ratio, now[kind] / start[kind])
+
+
 def test_without_query_compression_the_norm_of_its_matrix_counts_as_one() -> None:
     start, now = random_norms(MLA, 1), random_norms(MLA, 2)
     for norms in (start, now):
@@ -131,6 +175,31 @@ def test_max_ratio_limits_only_larger_ratios() -> None:
     assert torch.equal(capped[Kind.QUERY], free[Kind.QUERY].clamp(max=1.0))
 
 
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"),
+    [
+        (0, 12, [(0, 3, 0, 12)]),
+        (2, 9, [(0, 1, 0, 2), (1, 1, 2, 4), (2, 1, 6, 1)]),
+        (3, 13, [(0, 1, 0, 1), (1, 2, 1, 8), (3, 1, 9, 1)]),
+        (5, 7, [(1, 1, 0, 2)]),
+        (8, 8, []),
+    ],
+)
+def test_head_ranges_are_runs_of_whole_heads_and_partial_heads(
+    start: int, stop: int, expected: list[tuple[int, int, int, int]]
+) -> None:
+    assert list(head_ranges(start, stop, 4)) == expected
+
+
+def test_squared_norms_are_not_rounded_to_the_dtype_of_the_shard() -> None:
+    squares = torch.zeros(1, dtype=torch.float64)
+    add_squared_norms(torch.tensor([1 + 2.0**-12, 0.0]), 0, 2, squares)
+    assert squares.item() == 1 + 2.0**-11 + 2.0**-24  # needs 25 bits
+    squares = torch.zeros(1, dtype=torch.float64)
+    add_squared_norms(torch.tensor([1.0, 0.0625], dtype=torch.bfloat16), 0, 2, squares)
+    assert squares.item() == pytest.approx(1 + 0.0625**2)
+
+
 @settings(deadline=None)
 @given(st.integers(1, 7), st.integers(1, 5), st.data())
 def test_operations_on_shards_add_up_to_those_on_the_whole_matrix(
@@ -141,17 +210,19 @@ def test_operations_on_shards_add_up_to_those_on_the_whole_matrix(
     squares = torch.zeros(heads, dtype=torch.float64)
     old = torch.randn(matrix.shape, generator=torch.Generator().manual_seed(1))
     ratio = torch.linspace(0.25, 1.0, heads)
-    scaled = matrix.clone()
+    scaled, shrunk = matrix.clone(), matrix.clone()
     for start, stop in itertools.pairwise(cuts):
         covered = [number for *_, number in head_ranges(start, stop, head_numel)]
         assert sum(covered) == stop - start
         add_squared_norms(matrix[start:stop], start, head_numel, squares)
         scale_step(scaled[start:stop], old[start:stop], start, head_numel, ratio)
+        scale_heads(shrunk[start:stop], start, head_numel, ratio)
     expected = matrix.double().view(heads, head_numel).square().sum(dim=1)
     assert torch.allclose(squares, expected, rtol=1e-6)
     step = (matrix - old).view(heads, head_numel) * ratio[:, None]
     expected_matrix = torch.where(ratio[:, None] == 1, matrix.view(heads, -1), old.view(heads, -1) + step)
     assert torch.equal(scaled.view(heads, -1), expected_matrix)
+    assert torch.equal(shrunk.view(heads, -1), matrix.view(heads, -1) * ratio[:, None])
 
 
 @settings(deadline=None)
