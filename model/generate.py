@@ -83,7 +83,7 @@ def generate(
     max_seq_len = model.config.max_seq_len
     if len(tokens) + max_new_tokens > max_seq_len:
         raise ValueError(
-            f"the prompt's {len(tokens)} tokens and {max_new_tokens} new ones exceed model.max_seq_len {max_seq_len}"
+            f"{len(tokens)} prompt tokens and {max_new_tokens} new tokens are more than model.max_seq_len {max_seq_len}"
         )
     generator = torch.Generator().manual_seed(seed)
     return _continue(model, list(tokens), max_new_tokens, temperature, top_p, generator, eod_id, num_token_ids)

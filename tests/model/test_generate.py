@@ -48,7 +48,7 @@ def test_generation_ends_before_the_end_of_document(make_model):
 def test_invalid_arguments_raise(make_model):
     model = make_model(max_seq_len=8)
     assert len(list(generate(model, [1, 2, 3], 5))) == 5
-    with pytest.raises(ValueError, match=r"the prompt's 3 tokens and 6 new ones exceed model\.max_seq_len 8"):
+    with pytest.raises(ValueError, match=r"3 prompt tokens and 6 new tokens are more than model\.max_seq_len 8"):
         generate(model, [1, 2, 3], 6)
     with pytest.raises(ValueError, match="prompt is empty"):
         generate(model, [], 1)
