@@ -44,6 +44,12 @@ def test_layouts_of_latent_attention(make_model: Callable[..., GPT]) -> None:
     }
 
 
+def test_layouts_of_a_single_layer_have_integer_sizes(make_model: Callable[..., GPT]) -> None:
+    layouts = layouts_of(make_model(num_layers=1))
+    assert layouts[Kind.QUERY] == HeadLayout(("blocks.0.attention.query.weight",), 4, 8 * 32)
+    assert all(isinstance(layout.numel, int) for layout in layouts.values())
+
+
 def test_a_model_without_attention_raises() -> None:
     with pytest.raises(ValueError, match=r"^the model has no attention layer that declares query/key weights$"):
         collect_layouts(nn.Linear(2, 2), {}, {})
