@@ -17,7 +17,7 @@ from configs.schema import Config
 from data.errors import DataError
 from launch.distributed.topology import Topology, detect_topology
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, RunError, SharedError
-from launch.process.lifeline import RankOutcome, announce_rank, find_guardians, rank_text, report_outcome
+from launch.process.rank_status import RankOutcome, find_watched_parents, rank_text, register_rank, report_outcome
 from launch.process.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -69,9 +69,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def train(config: Config, topology: Topology) -> NoReturn:
     """Joins the other ranks, runs, and ends the process together with them; returns only by an exception."""
-    stop = StopRequest(config.train.max_seconds, find_guardians(os.environ))
+    stop = StopRequest(config.train.max_seconds, find_watched_parents(os.environ))
     stop.listen()
-    announce_rank(os.environ)
+    register_rank(os.environ)
     from launch.distributed.failures import explain
     from launch.distributed.process_group import leave, start_distributed
     from launch.process.logs import record_failure, start_screen_log
@@ -130,7 +130,7 @@ def run(config: Config, topology: Topology, device: torch.device, stop: StopRequ
             outcome = Trainer(config, folder, kept, geometry, engine, start.state, stop, watchdog).fit()
             if not isinstance(outcome, Rollback):
                 return outcome
-            watchdog.starts_again()
+            watchdog.expect_slow_start()
             engine.close()
             del model, engine
             start = roll_back(outcome, first_start, config, folder, topology, rollbacks)

@@ -1,4 +1,4 @@
-"""Everything about running: topology, the engine, checkpoints, schedule, metrics, command-line tools."""
+"""Runs training: topology, engine, checkpoints, schedule, metrics, supervision, command-line tools."""
 
 from pathlib import Path
 

@@ -1,9 +1,9 @@
-"""Kills a run again and again, lets it go on each time, and compares every loss with an uninterrupted run's.
+"""Kills a run repeatedly, resumes it each time, and compares every loss with that of an uninterrupted run.
 
-Half of the kills fall inside a save. Both runs lie in RUN-chaos/ beside the run's own folder, which is not touched. The
+Half of the kills are inside a save. Both runs are in RUN-chaos/ next to the run's own folder, which is not touched. The
 losses must be bit-identical on the same number of ranks; with --ranks 2,1,3 that number changes at each start, and
 they must agree within 1e-5. After every kill no process may be left, and every committed checkpoint must verify; at
-the end no unfinished file may be left. Exit codes: 0 all of that holds, 1 not, 2 wrong usage.
+the end no unfinished file may be left. Exit codes: 0 passed, 1 failed, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from launch.supervisor.roles import choose_num_ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line, runs, and returns the exit code."""
+    """Parses the command line and runs the test. Returns the exit code."""
     options = parse_arguments(arguments)
     try:
         config = load_config(options.config, options.overrides)
@@ -46,19 +46,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m launch.chaos", description=__doc__)
     add_run_arguments(parser)
-    parser.add_argument("--kills", type=positive_integer, default=20, metavar="K", help="default: 20")
-    parser.add_argument("--num-ranks", type=positive_integer, default=2, metavar="N", help="processes; default: 2")
-    parser.add_argument("--ranks", type=rank_list, metavar="N,N,…", help="processes of each start in turn, e.g. 2,1,3")
+    parser.add_argument("--kills", type=positive_integer, default=20, metavar="K", help="number of kills; default: 20")
+    parser.add_argument(
+        "--num-ranks", type=positive_integer, default=2, metavar="N", help="number of ranks; default: 2"
+    )
+    parser.add_argument(
+        "--ranks", type=rank_list, metavar="N,N,…", help="number of ranks of each start in turn, e.g. 2,1,3"
+    )
     parser.add_argument("--launcher", choices=LAUNCHERS[:2], default="torchrun", help="default: torchrun")
-    parser.add_argument("--seed", type=int, default=0, help="of the random moments and victims; default: 0")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the kills' times and targets; default: 0")
     return parser.parse_intermixed_args(arguments)
 
 
 def rank_list(text: str) -> list[int]:
-    """For argparse: `2,1,3`."""
+    """An argparse type: a list such as 2,1,3."""
     return [positive_integer(part) for part in text.split(",")]
 
 

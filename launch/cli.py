@@ -1,4 +1,4 @@
-"""What the commands share: arguments, number parsers, and one-line errors. No torch, so that --help is fast."""
+"""Shared by the commands: arguments, number parsers, and one-line errors. Does not import torch, so --help is fast."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from launch.errors import EXIT_DONE, EXIT_FAILURE, RunError
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name a run: its configuration and the changed keys."""
-    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key, e.g. optim.lr=1e-3")
+    """Adds the arguments that name a run: its configuration and overridden keys."""
+    parser.add_argument("config", metavar="CONFIG.yaml", help="configuration of the run, see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a key, e.g. optim.lr=1e-3")
 
 
 def positive_integer(text: str) -> int:
@@ -34,10 +34,10 @@ def non_negative_integer(text: str) -> int:
 
 
 def byte_size(text: str) -> int:
-    """A number of bytes from text such as 5GB, 500 MB, 80GiB or 4096.
+    """Parses a number of bytes, such as 5GB, 500 MB, 80GiB or 4096.
 
     Raises:
-        ValueError: It is none of these, or below one byte.
+        ValueError: The text is not a size, or less than one byte.
     """
     try:
         num_bytes = int(TypeAdapter(ByteSize).validate_python(text.strip()))
@@ -57,7 +57,7 @@ def byte_size_argument(text: str) -> int:
 
 
 def run_command(command: Callable[[], None]) -> int:
-    """Runs a command. A user's mistake becomes one line on stderr (one for each problem, if there are several).
+    """Runs a command. A user's mistake is printed as one line on stderr, or one line for each problem.
 
     Returns:
         The exit code.
@@ -84,7 +84,7 @@ def print_problems(error: ConfigError) -> None:
 
 def _integer(text: str, smallest: int) -> int:
     if not text.isdecimal() or int(text) < smallest:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {smallest} on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; expected {smallest} or more")
     return int(text)
 
 
@@ -97,7 +97,7 @@ _PARTIAL_SUFFIX = ".partial"
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` to write into; it becomes `out` at the end, and disappears when the block fails.
+    """Yields a folder next to `out` to write to; it is renamed to `out` at the end, or removed if the block fails.
 
     Raises:
         RunError: `out` exists and is not an empty folder, or another process is writing it.

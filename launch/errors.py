@@ -5,12 +5,12 @@ from __future__ import annotations
 EXIT_DONE = 0
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
-EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request after a checkpoint; run it again to go on
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request after a checkpoint; the same command continues
 
 
 class RunError(RuntimeError):
-    """A fault that a user can understand and mend, as one readable line."""
+    """An error that a user can understand and fix, as one readable line."""
 
 
 class SharedError(RunError):
-    """A RunError that every rank raises alike, so that only rank 0 need print it."""
+    """A RunError that every rank raises with the same message, so that only rank 0 needs to print it."""

@@ -1,7 +1,8 @@
-"""What the head has on every node: it starts the node's launcher, passes signals on, and leaves no process behind.
+"""The worker process on a node: starts the node's launcher, forwards signals, and leaves no process behind.
 
-`launch.run` starts it, through ssh or beside itself: `python -m launch.node_agent NODE LIMIT_SECONDS` speaks with the
-head over its standard input and output. Where no ssh is used, the `launch.run` of every further node becomes one.
+`launch.run` starts `python -m launch.node_agent NODE LIMIT_SECONDS` through ssh or on its own node; it exchanges
+messages with the coordinator over standard input and output. Without ssh, `launch.run` itself is the worker on the
+other nodes.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import sys
 from collections.abc import Sequence
 
 from launch.errors import EXIT_FAILURE
-from launch.supervisor.node_link import BEAT_SECONDS, Link
+from launch.supervisor.node_link import HEARTBEAT_SECONDS, Link
 from launch.supervisor.requests import Requests
 from launch.supervisor.worker import Worker
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The agent at the other end of a pipe."""
+    """Serves the coordinator at the other end of a pipe. Returns the exit code."""
     node, limit_seconds = int(arguments[0]), float(arguments[1])
     requests = Requests()
     requests.listen()
     link = Link(sys.stdin.fileno(), os.dup(sys.stdout.fileno()), lambda: None)
-    code = Worker(link, node, limit_seconds - 2 * BEAT_SECONDS, requests, own_output=False).serve()
+    code = Worker(link, node, limit_seconds - 2 * HEARTBEAT_SECONDS, requests, own_output=False).serve()
     return EXIT_FAILURE if code is None else code
 
 

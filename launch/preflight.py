@@ -1,8 +1,8 @@
 """Compares all nodes before a run: code, versions, configuration, data, clocks, memory, disk and network.
 
-Started like train.py, by the same launcher on the same nodes: `deepspeed --module launch.preflight CONFIG.yaml …`,
-`torchrun -m launch.preflight …`, `srun python -m launch.preflight …`. Exit codes: 0 no problem; 1 problems, one line
-each with the node and the remedy; 2 wrong usage.
+It is started like train.py, by the same launcher on the same nodes: `deepspeed --module launch.preflight CONFIG.yaml
+…`, `torchrun -m launch.preflight …`, `srun python -m launch.preflight …`. Exit codes: 0 no problem; 1 problems, one
+line each with the node and the remedy; 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import NoReturn
 from launch.cli import add_run_arguments, positive_integer
 from launch.distributed.topology import detect_topology
 from launch.errors import EXIT_FAILURE, RunError
-from launch.process.lifeline import RankOutcome, report_outcome
+from launch.process.rank_status import RankOutcome, report_outcome
 
 TIMEOUT_SECONDS = 60
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs all checks together with the other ranks; returns the exit code."""
+    """Runs all checks together with the other ranks. Returns the exit code."""
     options = parse_arguments(arguments)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else torch logs every attempt to connect
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # otherwise torch logs every connection attempt
     from launch.preflight_checks.run import check  # imports torch
 
     is_first = True
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m launch.preflight", description=(__doc__ or "").split("\n\n")[0])
     add_run_arguments(parser)
     parser.add_argument(
@@ -53,8 +53,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def _end(exit_code: int) -> NoReturn:
-    """At once: the interpreter's own end would wait for an all-reduce that hangs."""
+def _exit_now(exit_code: int) -> NoReturn:
+    """Exits without the interpreter's shutdown, which would wait for an all-reduce that hangs."""
     report_outcome(RankOutcome(exit_code))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -62,4 +62,4 @@ def _end(exit_code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _end(main())
+    _exit_now(main())

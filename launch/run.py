@@ -1,7 +1,7 @@
-"""Supervises a run: starts the launcher on every node, forwards signals to every rank, restarts after a failure.
+"""Supervises a run: starts the launcher on every node, forwards signals to every rank, restarts after failures.
 
-Exit codes: 0 the run is finished, 75 stopped on request after a checkpoint, 1 failed, 2 wrong usage. They come from
-what the ranks report and from the run's DONE marker, not from the launcher.
+Exit codes: 0 the run is finished, 75 stopped on request after a checkpoint, 1 failed, 2 wrong usage. They are derived
+from the ranks' reports and the run's DONE marker, not from the launcher's exit code.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from launch.cli import add_run_arguments, non_negative_integer, positive_integer
 from launch.errors import EXIT_FAILURE, EXIT_USAGE, RunError
 from launch.supervisor.attempt import LAUNCHERS, Launch
 from launch.supervisor.node_options import add_node_arguments, choose_nodes
-from launch.supervisor.requests import Requests, say, write_line
-from launch.supervisor.roles import carry_through, choose_num_ranks, follow, lead
+from launch.supervisor.requests import Requests, log_event, write_line
+from launch.supervisor.roles import check_and_supervise, choose_num_ranks, coordinate, serve_as_worker
 from launch.supervisor.supervise import ThisNode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parses the command line, supervises, and returns the exit code."""
+    """Parses the command line and supervises the run. Returns the exit code."""
     options = parse_arguments(arguments)
     try:
         config = load_config(options.config, options.overrides)
@@ -33,26 +33,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_problems(error)
         return EXIT_USAGE
     launch = Launch(options.launcher, num_ranks, (options.config, *options.overrides))
-    requests = Requests(say)
+    requests = Requests(log_event)
     requests.listen()
     try:
         if choice.node > 0:
-            return follow(choice, launch, options, requests)
-        if choice.is_several:
-            return lead(choice, launch, config, options, requests)
-        return carry_through(ThisNode(), 1, launch, config, options, requests)
+            return serve_as_worker(choice, launch, options, requests)
+        if choice.needs_coordinator:
+            return coordinate(choice, launch, config, options, requests)
+        return check_and_supervise(ThisNode(), 1, launch, config, options, requests)
     except (RunError, OSError) as error:
         write_line(2, f"error: {error}")
         return EXIT_FAILURE
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m launch.run", description=(__doc__ or "").split("\n\n")[0])
     add_run_arguments(parser)
     parser.add_argument("--launcher", choices=LAUNCHERS, default="deepspeed", help="default: deepspeed")
     parser.add_argument(
-        "--num-ranks", type=positive_integer, metavar="N", help="processes on each node; default: its GPUs, 1 on CPU"
+        "--num-ranks", type=positive_integer, metavar="N", help="ranks per node; default: one per GPU, or one on CPU"
     )
     add_node_arguments(parser)
     parser.add_argument(
@@ -60,11 +60,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=non_negative_integer,
         default=0,
         metavar="R",
-        help="start again from the last checkpoint after at most R failures; default: 0",
+        help="restart from the last checkpoint after a failure, at most R times; default: 0",
     )
     check = parser.add_mutually_exclusive_group()
-    check.add_argument("--check", action="store_true", help="only compare the nodes, see launch.preflight")
-    check.add_argument("--no-check", action="store_true", help="do not compare several nodes before the start")
+    check.add_argument("--check", action="store_true", help="only run the preflight, see launch.preflight")
+    check.add_argument("--no-check", action="store_true", help="skip the preflight on several nodes")
     return parser.parse_intermixed_args(arguments)
 
 

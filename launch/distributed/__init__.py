@@ -1,1 +1,1 @@
-"""Ranks: which process this is, process groups, agreements between ranks, and where each rank's weights lie."""
+"""Ranks: process topology, process groups, error handling across ranks, and the shards of each rank."""

@@ -1,4 +1,4 @@
-"""Small agreements between ranks: run something once for all or on each, and fail together."""
+"""Runs functions on rank 0 or on all ranks so that all ranks fail together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launch.errors import SharedError
 
 Result = TypeVar("Result")
 
-# What a user's files, disks and configuration can cause. Anything else is our own fault and keeps its traceback.
+# Errors that a user's files, disks and configuration can cause. Anything else is a bug and keeps its traceback.
 EXPECTED_ERRORS = (ValueError, RuntimeError, OSError)
 _LOST_CONTACT = ("Connection closed by peer", "Connection reset", "Broken pipe", "gloo", "NCCL", "timed out")
 
@@ -20,7 +20,7 @@ def on_main_rank(function: Callable[[], Result]) -> Result:
     """Runs `function` on rank 0 and returns its (picklable) result on every rank. Collective.
 
     Raises:
-        SharedError: on every rank, with the message of what `function` raised.
+        SharedError: On every rank, with the message of what `function` raised.
     """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -39,7 +39,7 @@ def on_all_ranks(function: Callable[[], Result]) -> Result:
     """Runs `function`, which must not be collective, on every rank, and returns this rank's result. Collective.
 
     Raises:
-        SharedError: on every rank when it failed on any, with all different messages and their ranks.
+        SharedError: On every rank if `function` failed on any, with all distinct messages and their ranks.
     """
     result: Any = None
     problem = None
@@ -54,19 +54,19 @@ def on_all_ranks(function: Callable[[], Result]) -> Result:
 
 
 def share(value: Any) -> list[Any]:
-    """Every rank's (small, picklable) value, in rank order. Collective."""
+    """Returns every rank's (small, picklable) value, in rank order. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def is_lost_contact(error: RuntimeError) -> bool:
-    """Whether a collective failed since another rank is gone or silent."""
+    """Whether a collective failed because another rank has ended or does not respond."""
     return isinstance(error, dist.DistError) or any(text in str(error) for text in _LOST_CONTACT)
 
 
 def _merge(problems: list[str | None]) -> str:
-    """One text: a message alone when all ranks have the same one, else each with its ranks."""
+    """Merges the ranks' messages: one alone if all ranks have the same, else each with its ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, problem in enumerate(problems):
         if problem is not None:

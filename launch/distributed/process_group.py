@@ -1,4 +1,4 @@
-"""Joining the other ranks, and leaving together."""
+"""Joins the process group, and leaves it together with the other ranks."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def start_distributed(topology: Topology, config: Config) -> torch.device:
 
 
 def local_device(topology: Topology, num_visible: int) -> int:
-    """Index of this rank's GPU; 0 where the launcher shows each rank only its own.
+    """Returns the index of this rank's GPU; 0 if the launcher shows each rank only its own.
 
     Raises:
-        RunError: there are several GPUs but fewer than ranks.
+        RunError: There are several GPUs but fewer than ranks.
     """
     if num_visible == 1:
         return 0
     if topology.local_world_size > num_visible:
         raise RunError(
-            f"{topology.local_world_size} ranks were started here, but this node shows {num_visible} GPUs; start one "
+            f"{topology.local_world_size} ranks were started here, but this node has {num_visible} GPUs; start one "
             "rank for each"
         )
     return topology.local_rank
 
 
 def _join_process_group(topology: Topology, device: torch.device, timeout: timedelta) -> None:
-    # DeepSpeed's own calls of torch's older collective names would print a warning at every step.
+    # DeepSpeed calls collectives by deprecated names, and torch would print a warning at every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # DeepSpeed reads these itself; only its launcher and torchrun set all of them.
     os.environ.update(
@@ -61,7 +61,7 @@ def _join_process_group(topology: Topology, device: torch.device, timeout: timed
         MASTER_ADDR=topology.master_addr,
         MASTER_PORT=str(topology.master_port),
     )
-    # DeepSpeed clones groups with torch's default timeout, whatever it is told; so the default itself is set.
+    # DeepSpeed clones groups with torch's default timeout, whichever it is given; so the default itself is set.
     dist.distributed_c10d.default_pg_timeout = timeout
     dist.distributed_c10d.default_pg_nccl_timeout = timeout
     dist.init_process_group(
@@ -70,7 +70,7 @@ def _join_process_group(topology: Topology, device: torch.device, timeout: timed
         rank=topology.rank,
         world_size=topology.world_size,
         timeout=timeout,
-        # Bound to a device, a lone rank would split a communicator for every group that DeepSpeed makes.
+        # Bound to a device, a single rank would split a communicator for every group that DeepSpeed creates.
         device_id=device if device.type == "cuda" and topology.world_size > 1 else None,
     )
 
@@ -88,10 +88,10 @@ def _seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Waits for the other ranks and ends the process at once.
+    """Waits for the other ranks and exits without the interpreter's shutdown.
 
-    The interpreter's own shutdown tears down gloo's threads and DeepSpeed's groups in an order that now and then aborts
-    a process whose run is finished, and a launcher would report that as a failure.
+    That shutdown tears down gloo's threads and DeepSpeed's groups in an order that sometimes aborts a process whose run
+    is finished, which a launcher would report as a failure.
     """
     dist.barrier()
     if dist.get_backend() == "nccl":

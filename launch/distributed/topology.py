@@ -1,4 +1,4 @@
-"""Which process this is: the environments of the launchers, mapped to ranks, world size and node."""
+"""Reads rank, world size and node of this process from the variables of its launcher."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Topology:
 
     Attributes:
         launcher: `torch` (deepspeed and torchrun set the same variables), `slurm` or `plain` (one process).
-        rank, world_size: over all nodes.
-        local_rank, local_world_size: on this node.
-        node: this node's number.
-        master_addr, master_port: where rank 0 listens.
+        rank, world_size: This process's rank and the number of ranks, over all nodes.
+        local_rank, local_world_size: The same on this node.
+        node: This node's number.
+        master_addr, master_port: Where rank 0 listens.
     """
 
     launcher: str
@@ -41,13 +41,13 @@ def detect_topology(environ: Mapping[str, str], local_rank_argument: int | None 
     """Reads the launcher's variables.
 
     Args:
-        environ: usually `os.environ`.
-        local_rank_argument: `--local_rank`, which the deepspeed launcher passes as well.
+        environ: Usually `os.environ`.
+        local_rank_argument: The value of `--local_rank`, which the deepspeed launcher passes as well.
 
     Raises:
-        RunError: when the variables are incomplete or contradict each other; it names them.
+        RunError: The variables are incomplete or contradict each other; the message names them.
     """
-    # Only srun sets it, not a batch script or salloc.
+    # Set by srun, but not by sbatch or salloc.
     has_srun = _integer(environ, "SLURM_STEP_NUM_TASKS", default=1) > 1
     if "RANK" in environ or "WORLD_SIZE" in environ:
         topology = _from_torch_variables(environ, local_rank_argument)
@@ -64,9 +64,8 @@ def _from_torch_variables(environ: Mapping[str, str], local_rank_argument: int |
     local_rank = _integer(environ, "LOCAL_RANK", default=local_rank_argument)
     if "LOCAL_RANK" in environ and local_rank_argument not in (None, -1, local_rank):
         raise RunError(f"--local_rank={local_rank_argument} contradicts LOCAL_RANK={local_rank}")
-    local_size_name = (
-        "LOCAL_SIZE" if "LOCAL_WORLD_SIZE" not in environ else "LOCAL_WORLD_SIZE"
-    )  # deepspeed's, torchrun's
+    # deepspeed sets the first, torchrun the second.
+    local_size_name = "LOCAL_SIZE" if "LOCAL_WORLD_SIZE" not in environ else "LOCAL_WORLD_SIZE"
     local_world_size = _integer(environ, local_size_name, default=local_rank + 1)
     if not 0 <= local_rank < local_world_size:
         raise RunError(
@@ -99,7 +98,7 @@ def _from_srun(environ: Mapping[str, str]) -> Topology:
 
 
 def _check_both(topology: Topology, environ: Mapping[str, str]) -> None:
-    """Where no launcher runs below srun, someone has set torch's variables: then each task must have its own."""
+    """Checks torch's variables, set by hand under srun without a launcher, against srun's: each task needs its own."""
     for name, value, slurm_name in (
         ("RANK", topology.rank, "SLURM_PROCID"),
         ("WORLD_SIZE", topology.world_size, "SLURM_STEP_NUM_TASKS"),
@@ -113,7 +112,7 @@ def _check_both(topology: Topology, environ: Mapping[str, str]) -> None:
 
 
 def _expand_counts(text: str) -> list[int]:
-    """`2(x3),1` -> [2, 2, 2, 1]; nothing that can be read as that -> []."""
+    """Expands SLURM's counts: `2(x3),1` -> [2, 2, 2, 1]; any other format -> []."""
     counts: list[int] = []
     for entry in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
@@ -131,14 +130,14 @@ def _master(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that is free at this moment at an address of this host; "" stands for all of them."""
+    """Returns a TCP port that is free right now at an address of this host; "" means all addresses."""
     with socket.socket() as listener:
         listener.bind((address, 0))
         return int(listener.getsockname()[1])
 
 
 def threads_per_rank(environ: Mapping[str, str], local_world_size: int) -> int | None:
-    """CPU threads for this rank: None where OMP_NUM_THREADS decides, else an even share of the cores."""
+    """Returns the CPU threads of this rank: an even share of the cores, or None if OMP_NUM_THREADS is set."""
     if "OMP_NUM_THREADS" in environ:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -163,7 +162,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
 
 
 def _below(environ: Mapping[str, str], name: str, size_name: str) -> tuple[int, int]:
-    """A number and the size that it must be below."""
+    """Reads a number and the size that it must be below."""
     value, size = _integer(environ, name), _integer(environ, size_name)
     if not 0 <= value < size:
         raise RunError(f"{name}={value} is not in 0..{size_name}-1 with {size_name}={size}")

@@ -1,1 +1,1 @@
-"""The test behind launch.chaos: a run that is killed at random must equal an uninterrupted one."""
+"""The test behind launch.chaos: a run that is killed at random must equal an uninterrupted run."""

@@ -1,4 +1,4 @@
-"""The whole test: an uninterrupted run, then the same run with kills, and the table of what was lost."""
+"""The whole test: an uninterrupted run, then the same run with kills, and a table of the kills."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ from launch.run_folder.observe import read_records
 from launch.supervisor.attempt import Launch
 
 TOLERANCE = 1e-5  # relative, between different numbers of ranks in fp32
-
-
 UNINTERRUPTED, KILLED, OUTPUT = "uninterrupted", "killed", "output.log"  # in RUN-chaos/
 
 
 def launcher_for(launcher: str, num_ranks: int) -> str:
-    """One rank needs no launcher, and starts faster without."""
+    """Returns the launcher; a single rank needs none and starts faster without."""
     return "python" if num_ranks == 1 else launcher
 
 
 def make_folder(config: Config) -> Path:
-    """The empty RUN-chaos/; what an earlier call left there is deleted.
+    """Creates an empty RUN-chaos/; deletes what an earlier call has left there.
 
     Raises:
-        ConfigError: there is something else in it.
+        ConfigError: It contains something else.
     """
     parent = Path(config.run.dir) / f"{config.run.name}-chaos"
     strays = sorted(path.name for path in parent.glob("*") if path.name not in (UNINTERRUPTED, KILLED, OUTPUT))
     if strays:
-        raise ConfigError([f"{parent}: holds {strays[0]}, which is not of this command; move it away"])
+        raise ConfigError([f"{parent}: contains {strays[0]}, which is not from this command; move it away"])
     if parent.exists():
         shutil.rmtree(parent)
     parent.mkdir(parents=True)
@@ -48,7 +46,7 @@ def make_folder(config: Config) -> Path:
 
 
 def run(options: argparse.Namespace, config: Config, parent: Path, ranks: list[int], output: IO[bytes]) -> int:
-    """The uninterrupted run, then the killed one; prints the table and returns the exit code."""
+    """Runs the uninterrupted run, then the killed one, and prints the table. Returns the exit code."""
 
     def launch(name: str, num_ranks: int) -> Launch:
         settings = (f"run.dir={json.dumps(str(parent))}", f"run.name={name}", "run.resume=auto")
@@ -57,9 +55,11 @@ def run(options: argparse.Namespace, config: Config, parent: Path, ranks: list[i
 
     last_step = config.train.last_step
     whole = parent / UNINTERRUPTED
-    say(f"first {last_step} steps without kills, with {count_ranks(ranks[0])}; what the runs print is in {output.name}")
+    log_event(
+        f"training {last_step} steps without kills, with {count_ranks(ranks[0])}; the runs' output is in {output.name}"
+    )
     pace = run_uninterrupted(launch(UNINTERRUPTED, ranks[0]), whole, last_step, output)
-    say(f"{pace.start:.1f} s to the first step, {pace.step:.3f} s a step, {pace.save:.3f} s a save")
+    log_event(f"{pace.start:.1f} s to the first step, {pace.step:.3f} s per step, {pace.save:.3f} s per save")
     tolerance = TOLERANCE if len(set(ranks)) > 1 else 0.0
     rng = random.Random(options.seed)
     killed = KilledRun(parent / KILLED, losses(read_records(whole)), tolerance, pace, rng, output)
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, config: Config, parent: Path, ranks: list[i
         if plan is not None:
             kill = killed.kills[-1]
             what = f"{kill.victim} of {num_ranks}" if kill.victim.startswith("rank") else kill.victim
-            say(f"kill {number + 1} of {options.kills}: {what}, at step {kill.step}, {kill.moment}")
+            log_event(f"kill {number + 1} of {options.kills}: {what}, at step {kill.step}, {kill.moment}")
     else:
         killed.check_end(whole)
     print_table(killed.kills)
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace, config: Config, parent: Path, ranks: list[i
     if killed.faults:
         return EXIT_FAILURE
     how = "bit-identical to" if tolerance == 0 else f"within {tolerance:g} of"
-    say(f"all {last_step} steps have losses {how} the uninterrupted run's")
+    log_event(f"all {last_step} steps have losses {how} the uninterrupted run's")
     return EXIT_DONE
 
 
@@ -93,14 +93,16 @@ def print_table(kills: Sequence[Kill]) -> None:
         when = f"step {kill.step}, {kill.moment}"
         print(f"{number:>4}  {kill.victim:<13}  {when:<28}  {kill.steps_redone:>12}  {lost:>12}")
     num_in_save = sum(kill.in_save for kill in kills)
-    say(f"{len(kills)} kills, {num_in_save} inside a save; {sum(kill.steps_redone for kill in kills)} steps redone")
+    log_event(
+        f"{len(kills)} kills, {num_in_save} inside a save; {sum(kill.steps_redone for kill in kills)} steps redone"
+    )
 
 
 def count_ranks(number: int) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Returns `1 rank`, `2 ranks`, ..."""
     return f"{number} rank{'s' if number > 1 else ''}"
 
 
-def say(message: str) -> None:
+def log_event(message: str) -> None:
     """Prints one line about progress."""
     print(f"launch.chaos: {message}", flush=True)

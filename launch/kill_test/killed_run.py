@@ -19,19 +19,20 @@ from launch.run_folder.checkpoints import is_saving, newest_checkpoint
 from launch.run_folder.observe import Progress, done_step, read_records
 from launch.supervisor.attempt import POLL_SECONDS, Attempt, Launch
 
-LOOK_SECONDS = 0.001
+FAST_POLL_SECONDS = 0.001
 
 
 @dataclass
 class Kill:
-    """What a kill did.
+    """A kill and its cost.
 
     Attributes:
-        victim, moment: what was killed and when, in words.
-        step: finished steps at that moment, as far as they were recorded or saved.
-        time: of the kill, on the monotonic clock.
-        steps_redone: steps between the newest checkpoint and that moment.
-        seconds_lost: from the kill until as many steps were recorded again; None where the next kill came first.
+        victim, moment: What was killed and when, for messages.
+        in_save: Whether a save was in progress.
+        step: The last step that was recorded or saved before the kill.
+        time: The time of the kill on the monotonic clock, in seconds.
+        steps_redone: Steps from the newest checkpoint to `step`.
+        seconds_lost: Seconds from the kill until `step` was recorded again; None if the next kill came first.
     """
 
     victim: str
@@ -44,15 +45,15 @@ class Kill:
 
 
 class KilledRun:
-    """The run that is killed: its starts, kills and what was found wrong.
+    """The run that is killed: its starts, its kills and the faults found.
 
     Args:
-        folder: of the run.
-        expected: losses of the uninterrupted run.
-        tolerance: relative; 0: bit-identical.
-        pace: of the uninterrupted run.
-        rng: draws moments and victims.
-        output: where the processes print.
+        folder: The folder of the run.
+        expected: The losses of the uninterrupted run.
+        tolerance: The relative tolerance of losses; 0: bit-identical.
+        pace: The pace of the uninterrupted run.
+        rng: Draws the times and ranks of the kills.
+        output: Where the processes print.
     """
 
     def __init__(
@@ -68,21 +69,21 @@ class KilledRun:
         self._output = output
 
     def start(self, launch: Launch, plan: Plan | None) -> None:
-        """One start, up to its kill, or to the end where there is no plan; then looks for faults."""
+        """Starts the run until the planned kill, or to the end without a plan; then looks for faults."""
         progress = Progress(self.folder)
-        attempt = Attempt(launch, _be_silent, self._output)
+        attempt = Attempt(launch, _ignore_event, self._output)
         kill: Kill | None = None
         try:
-            if self._reaches(plan, attempt, progress):
+            if self._wait_for_plan(plan, attempt, progress):
                 assert plan is not None
-                kill = self._strike(plan, attempt, progress)
+                kill = self._execute(plan, attempt, progress)
             attempt.wait()
             left = attempt.processes()
         finally:
             attempt.kill()
             report = attempt.close()
         if left:
-            self.faults.append(f"process {', '.join(str(process.pid) for process in left)} outlived a kill")
+            self.faults.append(f"process {', '.join(str(process.pid) for process in left)} survived a kill")
         if kill is not None:
             self.kills.append(kill)
             self._check_checkpoints()
@@ -94,7 +95,7 @@ class KilledRun:
         self.faults += differences(self._expected, losses(read_records(self.folder)), self._tolerance)
 
     def check_end(self, whole: Path) -> None:
-        """Looks for faults of the finished run: its marker, its records, and files that the uninterrupted run lacks."""
+        """Looks for faults of the finished run: its marker, its records, and files the uninterrupted run lacks."""
         last_step = max(self._expected)
         if done_step(self.folder) != last_step:
             self.faults.append(f"{self.folder}: the completion marker does not say step {last_step}")
@@ -107,17 +108,17 @@ class KilledRun:
             self.faults.append(f"{self.folder}: other files than the uninterrupted run's: {', '.join(leftovers)}")
         self._check_checkpoints()
 
-    def _reaches(self, plan: Plan | None, attempt: Attempt, progress: Progress) -> bool:
-        """Waits for the moment of a kill, or for the end of the attempt; whether the moment came."""
+    def _wait_for_plan(self, plan: Plan | None, attempt: Attempt, progress: Progress) -> bool:
+        """Waits for the time of the kill, or for the end of the attempt. Returns whether the time came."""
         share = self._rng.random()
         begin = time.monotonic()
-        for _ in looks(attempt):
+        for _ in poll_until_ended(attempt):
             step = progress.last_step()
             self._note_recovery(step)
             if plan is None:
                 continue
             if plan.in_save:
-                # Once a step is recorded, what an earlier kill left unfinished is cleaned.
+                # Once a step is recorded, the leftovers of an earlier kill have been removed.
                 delay = 0.7 * share * self._pace.save if step >= plan.step and self._is_saving() else None
             elif plan.step > 0:
                 delay = 2 * share * self._pace.step if step >= plan.step else None
@@ -128,8 +129,8 @@ class KilledRun:
                 return True
         return False
 
-    def _strike(self, plan: Plan, attempt: Attempt, progress: Progress) -> Kill:
-        """SIGKILL of one rank, or of the launcher and all ranks."""
+    def _execute(self, plan: Plan, attempt: Attempt, progress: Progress) -> Kill:
+        """Kills one rank, or the launcher and all ranks, with SIGKILL."""
         in_save = self._is_saving()
         if plan.whole_group:
             victim, targets = "all processes", attempt.processes()
@@ -151,7 +152,7 @@ class KilledRun:
             self.kills[-1].seconds_lost = time.monotonic() - self.kills[-1].time
 
     def _check_checkpoints(self) -> None:
-        """Every committed checkpoint must be good."""
+        """Verifies every committed checkpoint."""
         from launch.checkpoint.files import find_faults
         from launch.run_folder.checkpoints import list_checkpoints
 
@@ -160,15 +161,15 @@ class KilledRun:
 
 
 def run_uninterrupted(launch: Launch, folder: Path, last_step: int, output: IO[bytes]) -> Pace:
-    """Runs to the end and measures. Raises RunError when the run fails."""
+    """Runs to the end and measures the pace. Raises RunError when the run fails."""
     progress = Progress(folder)
     save_seconds: list[float] = []
     begin = save_begin = time.monotonic()
     first_step = None
     was_saving = False
-    attempt = Attempt(launch, _be_silent, output)
+    attempt = Attempt(launch, _ignore_event, output)
     try:
-        for _ in looks(attempt):
+        for _ in poll_until_ended(attempt):
             now = time.monotonic()
             if first_step is None and progress.last_step() > 0:
                 first_step = now
@@ -187,17 +188,17 @@ def run_uninterrupted(launch: Launch, folder: Path, last_step: int, output: IO[b
     return Pace((first_step or begin) - begin, statistics.median(step_seconds), statistics.median(save_seconds or [0]))
 
 
-def looks(attempt: Attempt) -> Iterator[None]:
-    """Yields every LOOK_SECONDS until the attempt has ended. Whether it has is asked less often: that costs more."""
-    while attempt.look():
+def poll_until_ended(attempt: Attempt) -> Iterator[None]:
+    """Yields every FAST_POLL_SECONDS until the attempt has ended, which is checked less often since it costs more."""
+    while attempt.poll():
         end = time.monotonic() + POLL_SECONDS
         while time.monotonic() < end:
             yield
-            time.sleep(LOOK_SECONDS)
+            time.sleep(FAST_POLL_SECONDS)
 
 
-def _be_silent(message: str) -> None:
-    """For the events of single attempts."""
+def _ignore_event(message: str) -> None:
+    """Ignores the events of attempts."""
 
 
 def _kill(process: psutil.Process) -> None:

@@ -1,4 +1,4 @@
-"""Comparing the losses of two runs."""
+"""Compares the losses of two runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Losses = dict[int, dict[str, float]]  # step -> name -> value
 
 
 def losses(records: Sequence[Mapping[str, Any]]) -> Losses:
-    """Training and validation losses of every step."""
+    """Returns the training and validation losses of every step."""
     return {
         record["step"]: {key: value for key, value in record.items() if key == "loss" or key.startswith("val_loss")}
         for record in records
@@ -18,15 +18,18 @@ def losses(records: Sequence[Mapping[str, Any]]) -> Losses:
 
 
 def differences(expected: Losses, found: Losses, tolerance: float) -> list[str]:
-    """One line for the first of the found steps whose losses differ; none when all agree."""
+    """Returns one line for the first step whose losses differ; an empty list if all agree."""
     for step, values in found.items():
-        wanted = expected.get(step, {})
-        agree = values.keys() == wanted.keys() and all(
-            # None stands for a figure that is not finite.
-            values[key] == wanted[key]
-            or (None not in (values[key], wanted[key]) and math.isclose(values[key], wanted[key], rel_tol=tolerance))
+        reference = expected.get(step, {})
+        agree = values.keys() == reference.keys() and all(
+            # None stands for a non-finite value.
+            values[key] == reference[key]
+            or (
+                None not in (values[key], reference[key])
+                and math.isclose(values[key], reference[key], rel_tol=tolerance)
+            )
             for key in values
         )
         if not agree:
-            return [f"step {step}: the losses are {values}, and without kills {wanted}"]
+            return [f"step {step}: the losses are {values}, but {reference} without kills"]
     return []

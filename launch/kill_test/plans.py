@@ -1,4 +1,4 @@
-"""Which kills are made, and when."""
+"""Draws which processes are killed, and when."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Plan:
-    """One kill to come.
+    """One planned kill.
 
     Attributes:
-        step: kill once so many steps are recorded (0: during the start), or inside the save of this step.
-        in_save: which of the two.
-        whole_group: all processes at once, or one random rank.
+        step: The kill happens once this step is recorded (0: during the start), or inside its save.
+        in_save: Whether it happens inside the save.
+        whole_group: Whether all processes are killed at once, or one random rank.
     """
 
     step: int
@@ -23,7 +23,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that the uninterrupted run took to its first step, for a step and for a save."""
+    """Seconds that the uninterrupted run took until its first step, per step, and per save."""
 
     start: float
     step: float
@@ -31,9 +31,9 @@ class Pace:
 
 
 def make_plans(rng: random.Random, num_kills: int, last_step: int, every_steps: int) -> list[Plan]:
-    """Random kills in the order of their steps, so that each is reached; every second one is inside a save.
+    """Draws random kills and sorts them by step, so that each is reached; half of them are inside a save.
 
-    None is in the last save where there are others, nor just before the end: the run might finish first.
+    None is in the last save, unless it is the only one, or just before the end: the run might finish first.
     """
     save_steps = range(every_steps, last_step, every_steps) or [last_step]
     plans = []

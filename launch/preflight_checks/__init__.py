@@ -1,1 +1,1 @@
-"""The checks of launch.preflight: what is collected on each node and compared."""
+"""The checks behind launch.preflight: facts are collected on each node and compared."""

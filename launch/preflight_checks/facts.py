@@ -1,4 +1,4 @@
-"""What a preflight compares: the code, versions, configuration, data, disk and memory that one rank sees."""
+"""Collects the facts that a preflight compares: one rank's code, versions, configuration, data, disk and memory."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _SOURCE_FOLDERS = ("configs", "data", "launch", "model")
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a run needs and that there are.
+    """The bytes that a run needs, and those that are available.
 
     Attributes:
-        each_bytes: of one rank, or one checkpoint.
-        count: ranks that share the device, or checkpoints.
-        used_bytes: what the run has taken already.
-        free_bytes: what is left.
+        each_bytes: The size of one rank, or of one checkpoint.
+        count: The number of ranks that share the device, or of checkpoints.
+        used_bytes: What the run uses already.
+        free_bytes: What is free.
     """
 
     each_bytes: float
@@ -56,19 +56,21 @@ class Need:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank sees; plain values, so that they can be sent as JSON.
+    """What one rank sees, as plain values that can be sent as JSON.
 
     Attributes:
-        sources: file of the project -> hash.
-        versions: package -> version.
-        config: the resolved configuration as a tree; None where it cannot be read.
-        data: key of a source -> hash of what it holds.
-        device: name of the GPU, or "CPU".
-        device_id: of the GPU, the same on no other; empty on CPU.
-        memory: of the device; None where the model cannot be planned.
-        disk: of the run's folder; for rank 0, None for others.
-        loopback: the loopback address that this host's own name stands for, which others cannot reach; else None.
-        faults: what is wrong here, whatever others see.
+        rank, node: This rank, and the number of its node.
+        host: The node's host name.
+        sources: File of the project -> hash.
+        versions: Package -> version.
+        device: Name of the GPU, or "CPU".
+        device_id: Unique identifier of the GPU; empty on CPU.
+        config: The resolved configuration as a tree; None if it cannot be read.
+        data: Key of a data source -> hash of its content.
+        memory: Memory of the device; None if the configuration or the data cannot be read.
+        disk: Disk of the run's folder, on rank 0; None on others.
+        loopback: The loopback address to which the host name resolves, which others cannot reach; None otherwise.
+        faults: Problems of this rank alone.
     """
 
     rank: int
@@ -86,21 +88,21 @@ class RankFacts:
     faults: tuple[str, ...] = ()
 
     @classmethod
-    def read(cls, tree: dict[str, Any]) -> RankFacts:
-        """From `asdict`'s tree, as JSON gives it back."""
+    def from_json(cls, tree: dict[str, Any]) -> RankFacts:
+        """Reads the tree of `asdict` after it was sent as JSON."""
         needs = {name: None if tree[name] is None else Need(**tree[name]) for name in ("memory", "disk")}
         return cls(**{**tree, **needs, "faults": tuple(tree["faults"])})
 
 
 def collect_facts(topology: Topology, path: str, overrides: Sequence[str]) -> tuple[RankFacts, Config | None]:
-    """What this rank sees, and its configuration where that can be read. It raises nothing that a user can cause."""
+    """Returns what this rank sees, and its configuration, or None if it is invalid. A user's mistakes become faults."""
     faults: list[str] = []
-    config = _attempt(lambda: load_config(path, overrides), faults)
-    opened = _attempt(lambda: open_data(config), faults) if config is not None else None
+    config = _try(lambda: load_config(path, overrides), faults)
+    opened = _try(lambda: open_data(config), faults) if config is not None else None
     device_id = ""
     device, free_bytes, ranks_on_device = "CPU", float(psutil.virtual_memory().available), topology.local_world_size
     if torch.cuda.is_available():
-        index = _attempt(lambda: local_device(topology, torch.cuda.device_count()), faults)
+        index = _try(lambda: local_device(topology, torch.cuda.device_count()), faults)
         if index is not None:
             device, ranks_on_device = torch.cuda.get_device_name(index), 1
             device_id = str(torch.cuda.get_device_properties(index).uuid)
@@ -111,7 +113,7 @@ def collect_facts(topology: Topology, path: str, overrides: Sequence[str]) -> tu
         sources, complete = opened[0], opened[1]
         keys = [*sources.source_keys, *(f"data.val_sources.{name}" for name in sources.val_sources)]
         for key, source in zip(keys, [*sources.sources, *sources.val_sources.values()], strict=True):
-            found = _attempt(lambda key=key, source=source: describe_source(key, source), faults)  # type: ignore[misc]
+            found = _try(lambda key=key, source=source: describe_source(key, source), faults)  # type: ignore[misc]
             if found is not None:
                 data[key] = found
         memory, checkpoint = _needs(complete, topology.world_size, ranks_on_device, free_bytes, device != "CPU")
@@ -135,7 +137,7 @@ def collect_facts(topology: Topology, path: str, overrides: Sequence[str]) -> tu
 
 
 def hash_sources(project: Path) -> dict[str, str]:
-    """Path -> hash of every source file, whether under version control or not."""
+    """Returns path -> hash of every source file, whether under version control or not."""
     paths = [project / "train.py"]
     for folder in _SOURCE_FOLDERS:
         paths += (project / folder).rglob("*.py")
@@ -147,7 +149,7 @@ def hash_sources(project: Path) -> dict[str, str]:
 
 
 def find_versions(has_gpu: bool) -> dict[str, str]:
-    """Version of everything whose version matters to the other ranks."""
+    """Returns the versions that must be the same on all ranks."""
     versions = {"Python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -161,23 +163,23 @@ def find_versions(has_gpu: bool) -> dict[str, str]:
 
 
 def describe_source(key: str, source: TokenSource) -> str:
-    """Hash of what a source holds, see `fingerprint`; with a manifest the files must have the sizes in it.
+    """Returns the hash of a source's content, see `fingerprint`, and checks file sizes against its manifest, if any.
 
     Raises:
-        RunError: one has another size.
+        RunError: A file has another size.
     """
     for file in source.manifest.files if source.manifest is not None else ():
         size = (source.path / file.name).stat().st_size
         if size != file.size_bytes:
             raise RunError(
-                f"{key}: {source.path / file.name} has {size:,} bytes, and {file.size_bytes:,} by its manifest; "
-                "copy the data again"
+                f"{key}: {source.path / file.name} has {size:,} bytes instead of {file.size_bytes:,} as in the "
+                "manifest; copy the data again"
             )
     return fingerprint(source)
 
 
 def existing_parent(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that exists."""
+    """Returns the path itself if it exists, or its nearest existing parent."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -187,14 +189,14 @@ def existing_parent(path: Path) -> Path:
 def _needs(
     config: Config, world_size: int, ranks_on_device: int, free_bytes: float, on_gpu: bool
 ) -> tuple[Need, float]:
-    """The device's memory, and the bytes of a checkpoint."""
+    """Returns what the run needs of the device's memory, and the bytes of a checkpoint."""
     sizes = model_sizes(config)
     plan = plan_memory(sizes, config, config.deepspeed.zero_stage, world_size, on_gpu)
     return Need(plan.peak, ranks_on_device, 0, free_bytes), checkpoint_bytes(sizes)
 
 
 def _disk_need(config: Config, checkpoint_bytes: float) -> Need:
-    """One more checkpoint than stay: the oldest is removed when the newest is complete."""
+    """Returns what the run needs of the disk: one checkpoint more than it keeps, since the oldest is removed last."""
     folder = RunFolder.of(config).checkpoints
     used = sum(path.stat().st_size for path in folder.glob("step_*/*") if path.is_file())
     free = shutil.disk_usage(existing_parent(folder)).free
@@ -202,7 +204,7 @@ def _disk_need(config: Config, checkpoint_bytes: float) -> Need:
 
 
 def _own_loopback() -> str | None:
-    """gloo listens on the address of the host's name, unless it is told an interface."""
+    """Returns the address of the host name, on which gloo listens without GLOO_SOCKET_IFNAME, if it is loopback."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
     try:
@@ -212,8 +214,8 @@ def _own_loopback() -> str | None:
     return address if address.startswith("127.") else None
 
 
-def _attempt(function: Callable[[], Any], faults: list[str]) -> Any:
-    """The function's result; None and one more fault for each problem where it fails."""
+def _try(function: Callable[[], Any], faults: list[str]) -> Any:
+    """Returns the function's result; on failure None, and adds one fault for each problem."""
     try:
         return function()
     except ConfigError as error:

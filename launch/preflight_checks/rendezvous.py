@@ -1,7 +1,7 @@
-"""A few messages between ranks before any of them can trust the network, the data or the configuration of the others.
+"""Exchanges messages between ranks before the network, the data and the configuration are known to be good.
 
-Only rank 0 listens, at MASTER_ADDR:MASTER_PORT, so that every failure can be told in words; a process group would make
-connections between all ranks first, and hang where one of them does not come about.
+Only rank 0 listens, at MASTER_ADDR:MASTER_PORT, so that every failure can be reported in one line. A process group
+would connect all ranks to each other first, and hang if one of the connections fails.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import distributed as dist
 from launch.distributed.topology import Topology
 from launch.errors import RunError
 
-_FAREWELL_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
 
 
-class Meeting:
-    """The ranks of one start.
+class Rendezvous:
+    """Connects the ranks of one start.
 
     Args:
-        topology: of this rank.
-        timeout_seconds: how long to wait for the slowest rank.
+        topology: The topology of this rank.
+        timeout_seconds: How long to wait for the slowest rank.
 
     Attributes:
-        store: through which the messages go; others may use it under keys of their own.
+        store: The store that carries the messages; others may use it with keys of their own.
 
     Raises:
-        RunError: the port is taken, or rank 0 cannot be reached.
+        RunError: The port is in use, or rank 0 cannot be reached.
     """
 
     def __init__(self, topology: Topology, timeout_seconds: float) -> None:
@@ -42,10 +42,10 @@ class Meeting:
         self.store: dist.Store = dist.PrefixStore(f"preflight/{attempt}", _open_store(topology, timeout_seconds))
 
     def gather(self, name: str, value: Any) -> list[Any] | None:
-        """Every rank's value (anything JSON holds) in rank order, for rank 0; None for the others. Collective.
+        """Returns every rank's JSON value, in rank order, on rank 0; None on the others. Collective.
 
         Raises:
-            RunError: with the ranks that did not come.
+            RunError: Some ranks did not report in time; the message names them.
         """
         self._send(f"{name}/{self._topology.rank}", value)
         if not self._topology.is_main:
@@ -56,16 +56,16 @@ class Meeting:
         if missing:
             ranks = ", ".join(map(str, missing))
             raise RunError(
-                f"rank {ranks} of {self._topology.world_size} did not report within {self._timeout_seconds:.0f} s; see "
-                "what was printed on their nodes, and whether the launcher has started them"
+                f"rank {ranks} of {self._topology.world_size} did not report within {self._timeout_seconds:.0f} s; "
+                "check the output on their nodes, and whether the launcher has started them"
             )
         return [json.loads(self.store.get(key)) for key in keys.values()]
 
     def broadcast(self, name: str, value: Any) -> Any:
-        """Rank 0's value, for all. Collective.
+        """Returns rank 0's value on all ranks. Collective.
 
         Raises:
-            RunError: rank 0 is gone, or silent for twice the timeout.
+            RunError: Rank 0 has ended, or sent nothing for twice the timeout.
         """
         if self._topology.is_main:
             self._send(name, value)
@@ -76,11 +76,11 @@ class Meeting:
         except RuntimeError:
             raise RunError(f"{_here(self._topology)}: lost rank 0, whose message says why") from None
 
-    def leave(self) -> None:
-        """Rank 0 goes last, since the store goes with it. Collective."""
+    def close(self) -> None:
+        """Waits on rank 0, which hosts the store, until the other ranks are done. Collective."""
         self._send(f"farewell/{self._topology.rank}", None)
         if self._topology.is_main:
-            deadline = time.monotonic() + _FAREWELL_SECONDS
+            deadline = time.monotonic() + _CLOSE_SECONDS
             for rank in range(self._topology.world_size):
                 self._arrives(f"farewell/{rank}", deadline)
 
@@ -102,7 +102,7 @@ def _open_store(topology: Topology, timeout_seconds: float) -> dist.Store:
     if topology.world_size == 1:
         return dist.HashStore()
     address, port = topology.master_addr, topology.master_port
-    # torchrun's agent listens there itself.
+    # torchrun's agent may host the store on this port already.
     listens = topology.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     timeout = timedelta(seconds=timeout_seconds)
     try:
@@ -110,14 +110,15 @@ def _open_store(topology: Topology, timeout_seconds: float) -> dist.Store:
     except RuntimeError as error:
         if listens and "EADDRINUSE" in str(error):
             raise RunError(
-                f"{_here(topology)}: MASTER_PORT={port} is in use; end what listens there or choose another port"
+                f"{_here(topology)}: MASTER_PORT={port} is in use; stop the process that listens there, or choose "
+                "another port"
             ) from None
         if listens:
             reason = str(error).splitlines()[0]
             raise RunError(f"{_here(topology)}: cannot listen at {address}:{port}: {reason}") from None
         raise RunError(
             f"{_here(topology)}: rank 0 cannot be reached at MASTER_ADDR={address} MASTER_PORT={port} within "
-            f"{timeout_seconds:.0f} s; see whether it runs, whether the address is its node's, and the firewall"
+            f"{timeout_seconds:.0f} s; check that it runs, that the address is its node's, and the firewall"
         ) from None
 
 

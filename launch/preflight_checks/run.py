@@ -1,4 +1,4 @@
-"""The preflight of one rank: collects facts, exchanges them with the other ranks, and reports."""
+"""Runs the preflight on one rank: collects facts, exchanges them with the other ranks, and reports problems."""
 
 from __future__ import annotations
 
@@ -19,48 +19,43 @@ from launch.distributed.topology import Topology
 from launch.errors import EXIT_DONE, EXIT_FAILURE
 from launch.preflight_checks.checks import can_communicate, find_problems, find_reported_problems, first_of_each_node
 from launch.preflight_checks.facts import RankFacts, collect_facts
-from launch.preflight_checks.rendezvous import Meeting
+from launch.preflight_checks.rendezvous import Rendezvous
 from launch.preflight_checks.shared_folder import SharedFolder
 
 ALL_REDUCE_SECONDS = 30.0
-
-
 _ALL_REDUCE_BYTES = {"gloo": 4 << 20, "nccl": 256 << 20}
-
-
-_ROUNDS = 3
+_NUM_ROUNDS = 3
 
 
 def check(topology: Topology, config_path: str, overrides: Sequence[str], timeout_seconds: float) -> int:
-    """Collects, compares and reports; rank 0 prints. Returns the exit code, the same on each rank. Collective.
+    """Collects and compares facts; rank 0 prints the result. Returns the exit code, the same on all ranks. Collective.
 
     Raises:
-        RunError: the ranks do not find each other.
+        RunError: The ranks cannot reach each other.
     """
-
     begin = time.monotonic()
-    meeting = Meeting(topology, timeout_seconds)
+    rendezvous = Rendezvous(topology, timeout_seconds)
     own, config = collect_facts(topology, config_path, overrides)
     shared = None if config is None else SharedFolder(Path(config.run.dir))
-    facts = [RankFacts.read(tree) for tree in meeting.gather("facts", asdict(own)) or ()]
+    facts = [RankFacts.from_json(tree) for tree in rendezvous.gather("facts", asdict(own)) or ()]
     plan: dict[str, Any] = {}
     if facts:
-        token, fault = shared.leave() if shared is not None else ("", None)
+        token, fault = shared.create_token() if shared is not None else ("", None)
         plan = {"token": token, "fault": fault, "all_reduce": topology.world_size > 1 and can_communicate(facts)}
-    plan = meeting.broadcast("plan", plan)
+    plan = rendezvous.broadcast("plan", plan)
 
     report: dict[str, Any] = {"clock": time.time()}
     if plan["token"] and shared is not None and not topology.is_main:
-        report["folder"] = shared.answer(plan["token"], topology.rank)
+        report["folder"] = shared.acknowledge(plan["token"], topology.rank)
     if plan["all_reduce"]:
-        report |= time_all_reduce(topology, meeting.store, own.device != "CPU")
-    reports = meeting.gather("reports", report)
+        report |= time_all_reduce(topology, rendezvous.store, own.device != "CPU")
+    reports = rendezvous.gather("reports", report)
 
     exit_code = EXIT_DONE
     if reports is not None:
         if plan["token"] and shared is not None:
             answered = [rank for rank, one in enumerate(reports) if "folder" in one and one["folder"] is None]
-            for rank in shared.take_back(plan["token"], answered):
+            for rank in shared.clean_up(plan["token"], answered):
                 reports[rank]["folder"] = "unseen"
         folder = "" if shared is None else str(shared.folder)
         problems = [*find_problems(facts), *find_reported_problems(facts, reports, folder, plan["fault"])]
@@ -71,25 +66,25 @@ def check(topology: Topology, config_path: str, overrides: Sequence[str], timeou
                 print(f"preflight: {line}")
             print(f"preflight: no problem found in {time.monotonic() - begin:.1f} s")
         exit_code = EXIT_FAILURE if problems else EXIT_DONE
-    exit_code = int(meeting.broadcast("end", exit_code))
-    meeting.leave()
+    exit_code = int(rendezvous.broadcast("end", exit_code))
+    rendezvous.close()
     return exit_code
 
 
 def time_all_reduce(topology: Topology, store: dist.Store, on_gpu: bool) -> dict[str, Any]:
-    """Joins a process group and reduces a buffer; what came of it. Collective.
+    """Joins a process group and times an all-reduce. Collective.
 
-    In a thread, since a network that drops packets makes such calls wait for longer than anybody likes to.
+    Runs in a thread, since these calls may block for much longer than the timeout when the network drops packets.
 
     Returns:
-        `seconds` of the fastest round, and the buffer's `bytes`; or a `network` fault in words.
+        `seconds` of the fastest round and the buffer's `bytes`, or the error as `network`.
     """
     outcome: dict[str, Any] = {}
 
     def run() -> None:
         try:
             outcome.update(_reduce(topology, store, "nccl" if on_gpu else "gloo"))
-        except Exception as error:  # whatever the backend raises is the answer to the question
+        except Exception as error:  # whatever the backend raises is reported
             outcome["network"] = str(error).splitlines()[0]
 
     thread = threading.Thread(target=run, daemon=True)
@@ -99,7 +94,7 @@ def time_all_reduce(topology: Topology, store: dist.Store, on_gpu: bool) -> dict
 
 
 def describe(facts: Sequence[RankFacts], reports: Sequence[dict[str, Any]]) -> list[str]:
-    """What was found, where nothing is wrong."""
+    """Returns the lines to print when there is no problem."""
 
     nodes = first_of_each_node(facts)
     lines = [
@@ -109,7 +104,7 @@ def describe(facts: Sequence[RankFacts], reports: Sequence[dict[str, Any]]) -> l
     if "seconds" in reports[0]:
         seconds = max(one["seconds"] for one in reports)
         num_bytes, num_ranks = reports[0]["bytes"], len(facts)
-        # As nccl-tests defines it: what passes each rank's link in each direction.
+        # As defined by nccl-tests: the bytes that pass each rank's link in each direction.
         bus_bytes = 2 * (num_ranks - 1) / num_ranks * num_bytes
         lines.append(
             f"all-reduce of {num_bytes / 1e6:.0f} MB: {1e3 * seconds:.1f} ms, bus bandwidth "
@@ -128,7 +123,6 @@ def describe(facts: Sequence[RankFacts], reports: Sequence[dict[str, Any]]) -> l
 
 
 def _reduce(topology: Topology, store: dist.Store, backend: str) -> dict[str, Any]:
-
     device = torch.device("cpu")
     if backend == "nccl":
         device = torch.device("cuda", local_device(topology, torch.cuda.device_count()))
@@ -142,7 +136,7 @@ def _reduce(topology: Topology, store: dist.Store, backend: str) -> dict[str, An
     )
     num_bytes = _ALL_REDUCE_BYTES[backend]
     seconds = []
-    for _ in range(1 + _ROUNDS):  # the first makes the connections
+    for _ in range(1 + _NUM_ROUNDS):  # the first round opens the connections
         buffer = torch.full((num_bytes // 4,), float(topology.rank + 1), device=device)
         dist.barrier()
         begin = time.perf_counter()

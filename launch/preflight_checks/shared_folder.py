@@ -1,4 +1,4 @@
-"""Whether all nodes see one folder: rank 0 leaves a file there, and the others answer with files of their own."""
+"""Checks that all nodes see the same folder: rank 0 writes a file there, and the others acknowledge it with files."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ VISIBLE_SECONDS = 5.0  # until a network file system must show a new file
 
 
 class SharedFolder:
-    """The folder that holds the run's folder, which is made if need be.
+    """The folder that contains the run's folder; created if necessary.
 
     Args:
-        folder: as this rank names it.
+        folder: Its path on this rank.
 
     Attributes:
-        folder: the same.
+        folder: The same.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def leave(self) -> tuple[str, str | None]:
-        """For rank 0: (name of a new file, None), or ("", why it cannot be written)."""
+    def create_token(self) -> tuple[str, str | None]:
+        """On rank 0: writes a new file. Returns (its name, None), or ("", why it cannot be written)."""
         token = f".preflight-{secrets.token_hex(8)}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -34,8 +34,12 @@ class SharedFolder:
             return "", error.strerror or str(error)
         return token, None
 
-    def answer(self, token: str, rank: int) -> str | None:
-        """For the others: None, "unseen" where the file does not show, or why the answer cannot be written."""
+    def acknowledge(self, token: str, rank: int) -> str | None:
+        """On other ranks: waits for rank 0's file and writes another one.
+
+        Returns:
+            None, "unseen" if the file does not appear, or why the other one cannot be written.
+        """
         if not _appears(self.folder / token, VISIBLE_SECONDS):
             return "unseen"
         try:
@@ -44,8 +48,8 @@ class SharedFolder:
             return error.strerror or str(error)
         return None
 
-    def take_back(self, token: str, ranks: Sequence[int]) -> list[int]:
-        """For rank 0: removes all files, and returns the ranks whose answer does not show."""
+    def clean_up(self, token: str, ranks: Sequence[int]) -> list[int]:
+        """On rank 0: removes all files. Returns the ranks whose file did not appear."""
         unseen = [rank for rank in ranks if not _appears(self.folder / f"{token}.{rank}", VISIBLE_SECONDS)]
         for path in self.folder.glob(f"{token}*"):
             with contextlib.suppress(OSError):

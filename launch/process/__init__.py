@@ -1,1 +1,1 @@
-"""One training process: requests to stop, the watchdog, logs, and what it tells the supervisor."""
+"""What runs inside each training process: requests to stop, the watchdog, logs, and reports to the supervisor."""

@@ -1,4 +1,4 @@
-"""Where messages go: rank 0 to the screen and log.txt, other ranks' warnings to rank_N.log."""
+"""Logging: rank 0 logs to the screen and log.txt, other ranks log warnings to rank_N.log."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ EXPECTED_FAILURES = (ConfigError, DataError, RunError, OSError)
 
 
 class _ScreenHandler(logging.Handler):
-    """Prints above a progress bar, if one is shown. A screen that is gone (`| tee` after Ctrl-C) ends no run."""
+    """Prints above a progress bar, if there is one. A closed standard output (`| tee` after Ctrl-C) is ignored."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record), file=sys.stdout)
             sys.stdout.flush()
         except OSError:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - what is buffered would fail again
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - flushing the buffer would fail again
 
 
 class _FileHandler(logging.FileHandler):
-    """Says nothing when the disk is full: the same message is on the screen."""
+    """Ignores a full disk: the message is on the screen as well."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 def _report_thread(failure: threading.ExceptHookArgs) -> None:
-    """One line instead of a traceback when a disk refuses what a background thread (TensorBoard's) writes."""
+    """Logs one line instead of a traceback when a background thread, e.g. TensorBoard's, cannot write."""
     if isinstance(failure.exc_value, OSError):
         logging.getLogger(__name__).warning("a background thread could not write: %s", failure.exc_value)
     else:
@@ -44,7 +44,7 @@ def _report_thread(failure: threading.ExceptHookArgs) -> None:
 
 
 def start_screen_log(is_main: bool) -> None:
-    """Shows messages on rank 0's screen; other ranks are silent."""
+    """Shows rank 0's messages on the screen; other ranks print nothing."""
     threading.excepthook = _report_thread
     root = logging.getLogger("launch")
     root.setLevel(logging.INFO if is_main else logging.WARNING)
@@ -56,16 +56,16 @@ def start_screen_log(is_main: bool) -> None:
 
 
 def start_file_log(path: Path) -> None:
-    """Also appends messages, with their time, to a file that is made at the first one."""
+    """Also appends messages, with their time, to a file, which the first message creates."""
     handler = _FileHandler(path, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger("launch").addHandler(handler)
 
 
 def record_failure(error: Exception) -> None:
-    """Writes what ends the run into this rank's file: a line, and for a fault of the program's own the stack as well.
+    """Writes the error that ends the run to this rank's file: one line, and for a bug the traceback as well.
 
-    The screen gets it from the entry script.
+    The entry script prints it on the screen.
     """
     stack = None if isinstance(error, EXPECTED_FAILURES) else (type(error), error, error.__traceback__)
     name = logging.getLogger(__name__).name

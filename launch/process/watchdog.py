@@ -1,4 +1,4 @@
-"""Ends a process whose run hangs, so that a supervisor can start it again, and writes where each thread was stuck."""
+"""Ends a process whose run hangs, so that a supervisor can restart it, and writes where each thread was stuck."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from types import TracebackType
 
 from configs.schema import WatchdogConfig
 from launch.errors import EXIT_FAILURE
-from launch.process.lifeline import RankOutcome, report_outcome
+from launch.process.rank_status import RankOutcome, report_outcome
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 MEDIAN_STEPS = 101
-SETTLE_SECONDS = 5.0  # between noticing and ending, so that all ranks write their stacks before the first is gone
+SETTLE_SECONDS = 5.0  # between detection and exit, so that all ranks write their stacks before the first one exits
 
 
 class Watchdog:
     """A thread that ends the process when the run makes no progress. Used as a context manager.
 
-    Progress is a finished step, or a beginning or an end of work that is slow by nature. The thread needs the
-    interpreter's lock, which a collective, a kernel or a read of a file do not hold. It only counts time in which this
-    process ran: one that was stopped (Ctrl-Z, a suspended job) is not the one that hangs.
+    Progress is a finished step, or the beginning or end of slow work such as a checkpoint. The thread needs the
+    interpreter lock, which collectives, kernels and file reads do not hold. Time counts only while this process runs: a
+    suspended process (Ctrl-Z, a suspended job) does not hang.
 
     Args:
-        settings: limits; `min_seconds: null` switches it off.
-        stacks: the file that the stacks are appended to.
-        rank: for the file's header.
+        settings: The limits; `min_seconds: null` switches the watchdog off.
+        stacks: The file to which the stacks are appended.
+        rank: This rank, for the file's header.
     """
 
     def __init__(self, settings: WatchdogConfig, stacks: Path, rank: int) -> None:
@@ -61,7 +61,7 @@ class Watchdog:
         self._stopped.set()
 
     def step_finished(self, step: int) -> None:
-        """Takes note of a finished step."""
+        """Records a finished step."""
         now = time.monotonic()
         if self._last_finish is not None:
             self._step_seconds.append(now - self._last_finish)
@@ -70,14 +70,14 @@ class Watchdog:
         self._step = step
         self._progress += 1
 
-    def starts_again(self) -> None:
-        """Allows `slow_seconds` up to the second step from now, as at the start."""
+    def expect_slow_start(self) -> None:
+        """Allows `slow_seconds` until the second step from now, as at the start."""
         self._is_slow, self._last_finish = True, None
         self._progress += 1
 
     @contextlib.contextmanager
     def slow_work(self) -> Iterator[None]:
-        """Allows `slow_seconds` for what happens inside, e.g. a checkpoint or a validation."""
+        """Allows `slow_seconds` for the work inside, e.g. a checkpoint or a validation."""
         was_slow, self._is_slow = self._is_slow, True
         self._progress += 1
         try:
@@ -88,7 +88,7 @@ class Watchdog:
             self._progress += 1
 
     def limit_seconds(self) -> float:
-        """How long the run may now go without progress."""
+        """Returns how long the run may currently go without progress."""
         assert self._settings.min_seconds is not None
         if self._is_slow:
             return max(self._settings.min_seconds, self._settings.slow_seconds)
@@ -96,31 +96,34 @@ class Watchdog:
         return max(self._settings.min_seconds, self._settings.step_factor * median)
 
     def _watch(self) -> None:
-        waited, seen, last_look = 0.0, self._progress, time.monotonic()
-        while not self._stopped.wait(LOOK_SECONDS):
+        idle_seconds, last_progress, last_poll = 0.0, self._progress, time.monotonic()
+        while not self._stopped.wait(POLL_SECONDS):
             now = time.monotonic()
-            waited += min(now - last_look, 2 * LOOK_SECONDS)
-            last_look = now
-            if self._progress == seen and waited > self.limit_seconds():
-                self._end_unless_it_goes_on(waited)
-            if self._progress != seen:
-                waited, seen = 0.0, self._progress
+            idle_seconds += min(now - last_poll, 2 * POLL_SECONDS)
+            last_poll = now
+            if self._progress == last_progress and idle_seconds > self.limit_seconds():
+                self._exit_unless_progress(idle_seconds)
+            if self._progress != last_progress:
+                idle_seconds, last_progress = 0.0, self._progress
 
-    def _end_unless_it_goes_on(self, waited: float) -> None:
-        """Reports, and ends the process. What hangs may be the disk or the screen, so that reporting may as well."""
-        seen = self._progress
+    def _exit_unless_progress(self, idle_seconds: float) -> None:
+        """Reports the hang and ends the process, unless the run makes progress meanwhile.
+
+        Reports in a thread, since the disk or the terminal may be what hangs.
+        """
+        last_progress = self._progress
         reason = (
-            f"the run hangs: nothing was finished for {waited:.0f} s after step {self._step} (see watchdog.*); "
-            f"where each thread was stuck is in {self._stacks}"
+            f"the run hangs: no progress for {idle_seconds:.0f} s after step {self._step} (see watchdog.*); "
+            f"the stacks of all threads are in {self._stacks}"
         )
         end = time.monotonic() + SETTLE_SECONDS
         reporter = threading.Thread(target=self._report, args=(reason,), name="Watchdog report", daemon=True)
         reporter.start()
         reporter.join(SETTLE_SECONDS)
         while time.monotonic() < end:
-            time.sleep(LOOK_SECONDS)
-        if self._progress != seen or self._stopped.is_set():
-            log.warning("the run goes on after all; raise watchdog.min_seconds if such pauses are usual")
+            time.sleep(POLL_SECONDS)
+        if self._progress != last_progress or self._stopped.is_set():
+            log.warning("the run continues after all; raise watchdog.min_seconds if such pauses are normal")
             return
         report_outcome(RankOutcome(EXIT_FAILURE, reason))
         os._exit(EXIT_FAILURE)
@@ -136,5 +139,5 @@ class Watchdog:
 
 
 def stacks_file(run_folder: Path, rank: int) -> Path:
-    """Where a rank's stacks are written when the run hangs."""
+    """Returns the file to which a rank's stacks are written when the run hangs."""
     return run_folder / f"stacks_rank_{rank}.txt"

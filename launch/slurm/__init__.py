@@ -1,1 +1,1 @@
-"""SLURM jobs for a run."""
+"""Submits runs as SLURM jobs."""

@@ -1,4 +1,4 @@
-"""A run as a SLURM job: reading its options, rendering its script, submitting it."""
+"""A run as a SLURM job: reads the options, renders the script, and submits it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,24 @@ from launch import PROJECT_ROOT
 from launch.errors import EXIT_DONE, EXIT_FAILURE
 
 _TEMPLATE = Path(__file__).parent / "job.sh"
-
-
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
-
-
-# SLURM's: minutes, minutes:seconds, hours:minutes:seconds, and the same three after days- with hours first.
+# SLURM's formats: minutes[:seconds], hours:minutes:seconds, and days-hours[:minutes[:seconds]].
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<fields>\d+(?::\d+){0,2})")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to ask SLURM for.
+    """What to request from SLURM.
 
     Attributes:
-        nodes: number of nodes.
-        ranks_per_node: tasks on each; with `gpus` each has a GPU of its own.
-        time: limit, as SLURM writes it.
-        stop_seconds: how long before the limit the run is asked to stop.
-        directives: more options of sbatch, without their dashes.
-        environment: variables of the tasks.
-        srun_options: more options of srun, e.g. its container's.
-        python: the interpreter of the tasks.
+        nodes: The number of nodes.
+        ranks_per_node: The number of tasks on each node, one per rank.
+        time: The time limit in SLURM's format.
+        stop_seconds: How long before the limit the run is asked to stop.
+        directives: More options of sbatch, without their dashes.
+        environment: Environment variables of the tasks.
+        srun_options: More options of srun, e.g. for containers.
+        python: The interpreter that runs the tasks.
     """
 
     nodes: int
@@ -56,10 +52,10 @@ class Job:
 
 
 def read_job(options: argparse.Namespace) -> tuple[Config, Job]:
-    """The run and its job.
+    """Returns the run's configuration and its job.
 
     Raises:
-        ConfigError: with every problem of the command line, the configuration and this machine.
+        ConfigError: One line for each problem of the command line, the configuration and this machine.
     """
     problems: list[str] = []
     config = None
@@ -69,12 +65,12 @@ def read_job(options: argparse.Namespace) -> tuple[Config, Job]:
         problems += error.problems
     if config is not None and not allows_repeated_starts(config.run.resume):
         problems.append(
-            f"run.resume: {config.run.resume!r} is not allowed in a job that is queued again after each checkpoint; "
-            "expected 'auto' (run.init_from starts a new run from another one's weights)"
+            f"run.resume: {config.run.resume!r} is not allowed in a job that is requeued after each stop; expected "
+            "'auto' (run.init_from starts a new run from another one's weights)"
         )
     gpus, ranks = options.gpus_per_node, options.ranks_per_node
     if (gpus is None) == (ranks is None):
-        problems.append("--gpus-per-node, --ranks-per-node: expected one of the two (the second is for CPU)")
+        problems.append("--gpus-per-node, --ranks-per-node: expected exactly one of the two (the second is for CPU)")
     nodes = _positive("--nodes", options.nodes, problems)
     ranks_per_node = _positive(
         "--gpus-per-node" if ranks is None else "--ranks-per-node", gpus if ranks is None else ranks, problems
@@ -86,8 +82,8 @@ def read_job(options: argparse.Namespace) -> tuple[Config, Job]:
     if ranks is not None:
         environment.setdefault("DS_ACCELERATOR", "cpu")
     for name in ("partition", "account", "container", "container_mounts", "python"):
-        if getattr(options, name) == "":  # a shell's variable that is not set
-            problems.append(f"--{name.replace('_', '-')}: is empty; name one, or leave the option out")
+        if getattr(options, name) == "":  # e.g. from an unset shell variable
+            problems.append(f"--{name.replace('_', '-')}: is empty; give it a value, or leave it out")
     directives = [f"gpus-per-node={gpus}"] if gpus is not None else []
     if cpus_per_rank is not None:
         directives.append(f"cpus-per-task={cpus_per_rank}")
@@ -97,12 +93,12 @@ def read_job(options: argparse.Namespace) -> tuple[Config, Job]:
     ]
     directives += [option.removeprefix("--") for option in options.sbatch]
     problems += [
-        f"{option!r}: options of sbatch and of the container must be one line each"
+        f"{option!r}: an option of sbatch or of the container must be a single line"
         for option in (*directives, options.container or "", options.container_mounts or "")
         if "\n" in option
     ]
     if options.container_mounts is not None and options.container is None:
-        problems.append(f"--container-mounts {options.container_mounts}: is only of use with --container")
+        problems.append(f"--container-mounts {options.container_mounts}: needs --container")
     if not options.print and shutil.which("sbatch") is None:
         problems.append("sbatch: no such program on the PATH; submit on a login node of the cluster, or use --print")
     if problems:
@@ -126,11 +122,13 @@ def read_job(options: argparse.Namespace) -> tuple[Config, Job]:
 
 
 def render(job: Job, config: Config, arguments: Sequence[str], folder: Path) -> str:
-    """The job's script.
+    """Returns the job's script.
 
     Args:
-        arguments: of train.py.
-        folder: in which the tasks start; relative paths of the configuration begin there.
+        job: What to request from SLURM.
+        config: The configuration of the run.
+        arguments: The arguments of train.py.
+        folder: The working directory of the tasks, to which relative paths in the configuration refer.
     """
     run = _run_folder(config, folder)
     values = {
@@ -154,17 +152,17 @@ def render(job: Job, config: Config, arguments: Sequence[str], folder: Path) -> 
 
 
 def submit(script: str, config: Config) -> int:
-    """Hands a script to sbatch and prints the job's number; returns the exit code."""
+    """Submits a script with sbatch and prints the job's number. Returns the exit code."""
     run = _run_folder(config, Path.cwd())
     try:
         run.parent.mkdir(parents=True, exist_ok=True)  # for the job's output
     except OSError as error:
-        print(f"error: run.dir: {run.parent} cannot be made: {error}", file=sys.stderr)
+        print(f"error: run.dir: {run.parent} cannot be created: {error}", file=sys.stderr)
         return EXIT_FAILURE
     finished = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
     if finished.returncode != 0:
         reason = " ".join(finished.stderr.removeprefix("sbatch: error: ").split())
-        print(f"error: sbatch refuses the job: {reason}", file=sys.stderr)
+        print(f"error: sbatch rejected the job: {reason}", file=sys.stderr)
         return EXIT_FAILURE
     job_id = finished.stdout.strip().split(";")[0]
     print(job_id)
@@ -181,13 +179,13 @@ def _positive(option: str, text: str | None, problems: list[str]) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or int(text) == 0:
-        problems.append(f"{option}: {text!r} is not a whole number from 1 on")
+        problems.append(f"{option}: {text!r} is not a whole number; expected 1 or more")
         return None
     return int(text)
 
 
 def _check_time(text: str, stop_seconds: int | None, problems: list[str]) -> None:
-    """A time limit must be one of SLURM's forms, and leave time before the run is asked to stop."""
+    """Checks that the time limit has one of SLURM's formats, and is longer than `stop_seconds`."""
     match = _TIME.fullmatch(text)
     if match is None:
         problems.append(
@@ -203,8 +201,8 @@ def _check_time(text: str, stop_seconds: int | None, problems: list[str]) -> Non
     seconds = 86400 * int(match["days"] or 0) + sum(map(operator.mul, fields, units))
     if stop_seconds is not None and seconds <= stop_seconds:
         problems.append(
-            f"--time: {text} is not longer than the {stop_seconds} s before its end at which the run is asked to stop "
-            "(--stop-seconds)"
+            f"--time: {text} is not longer than --stop-seconds {stop_seconds}, the time before the limit at which the "
+            "run is asked to stop"
         )
 
 

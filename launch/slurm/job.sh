@@ -3,12 +3,12 @@
 #SBATCH --nodes={{nodes}}
 #SBATCH --ntasks-per-node={{ranks_per_node}}
 #SBATCH --time={{time}}
-# All starts of the job write into one file.
+# All starts of the job append to one file.
 #SBATCH --output={{output}}
 #SBATCH --open-mode=append
-# After the loss of a node SLURM starts the job again, and the run goes on from its last checkpoint.
+# After a node failure SLURM restarts the job, and the run resumes from its last checkpoint.
 #SBATCH --requeue
-# Goes to every task (not to this script) so many seconds before the time limit: save a checkpoint and leave with 75.
+# Sent to every task (not to this script) before the time limit: the ranks save a checkpoint and exit with 75.
 #SBATCH --signal=USR1@{{stop_seconds}}
 {{directives}}
 set -uo pipefail
@@ -18,11 +18,11 @@ arguments=({{arguments}})
 cd {{folder}} || exit 1
 export PYTHONPATH="$project${PYTHONPATH:+:$PYTHONPATH}"
 {{environment}}
-# Rank 0 listens on the first node, under the address that SLURM has for it, at a port of this job's own.
+# Rank 0 listens on the first node, at its address in SLURM, on a port that depends on the job's number.
 first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 MASTER_ADDR="$(scontrol --oneliner show node "$first_node" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')"
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 12000))
-# Here every rank notes how it ended.
+# Every rank writes its outcome to this folder.
 STEADYHEAD_RANKS="$run-ranks-$SLURM_JOB_ID"
 rm -rf "$STEADYHEAD_RANKS"
 mkdir "$STEADYHEAD_RANKS" || exit 1
@@ -40,8 +40,8 @@ start=(srun --kill-on-bad-exit=1{{srun_options}} {{python}})
 "${start[@]}" "$project/train.py" "${arguments[@]}"
 code=$?
 
-# srun ends the other tasks when one has left with 75, and may then tell of the signal that it sent them. A rank that
-# tells of 75 knows that the checkpoint is complete.
+# srun kills the other tasks once one has exited with 75, and may then return the code of that signal. A rank that
+# reports 75 was stopped on request.
 if [ "$code" -ne 0 ] && grep -qs '"code": 75' "$STEADYHEAD_RANKS"/*.outcome; then
     code=75
 fi
@@ -52,12 +52,12 @@ if [ "$code" -eq 0 ] && [ ! -f "$run/DONE" ]; then
 elif [ "$code" -ne 75 ]; then
     exit "$code"
 elif [ "$(newest_checkpoint)" = "$before" ]; then
-    echo "error: stopped before a checkpoint was saved; not queued again, since the next start would end like this" >&2
+    echo "error: stopped before a checkpoint was saved; not requeued, since the next start would stop there as well" >&2
     exit 75
 fi
-echo "job $SLURM_JOB_ID: stopped after a checkpoint; it is queued again"
+echo "job $SLURM_JOB_ID: stopped after a checkpoint; it is requeued"
 if scontrol requeue "$SLURM_JOB_ID"; then
     sleep 600 # until SLURM ends this script
 fi
-echo "error: the job is not queued again; submit it anew to go on" >&2
+echo "error: the job could not be requeued; submit it again to continue" >&2
 exit 75

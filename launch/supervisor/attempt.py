@@ -1,4 +1,4 @@
-"""One start of a launcher and its ranks, seen from outside: signalling, noticing the end, leaving nothing behind."""
+"""One start of a launcher and its ranks: forwards signals, detects the end, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -20,11 +20,18 @@ import psutil
 from launch import PROJECT_ROOT
 from launch.distributed.topology import free_port, threads_per_rank
 from launch.errors import EXIT_DONE, EXIT_STOPPED, RunError
-from launch.process.lifeline import RANKS_FOLDER, SUPERVISOR, RankOutcome, is_alive, read_announcements, read_outcomes
-from launch.process.stop import LOST_SECONDS
+from launch.process.rank_status import (
+    RANKS_FOLDER,
+    SUPERVISOR,
+    RankOutcome,
+    is_alive,
+    read_outcomes,
+    read_registered_ranks,
+)
+from launch.process.stop import ORPHAN_GRACE_SECONDS
 
 LAUNCHERS = ("deepspeed", "torchrun", "python")
-SPAWN = "spawn"  # see `launch.supervisor.spawn`; not for train.py
+SPAWN = "spawn"  # `launch.supervisor.spawn`, for the preflight only
 POLL_SECONDS = 0.1
 TEARDOWN_SECONDS = 10.0  # for the other ranks and the launcher, once a rank has failed or all have ended
 KILL_SECONDS = 20.0
@@ -33,12 +40,12 @@ _SCRIPT = PROJECT_ROOT / "train.py"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node stands among the nodes of one start.
+    """The place of a node among the nodes of one attempt.
 
     Attributes:
-        node: its number, from 0.
-        num_nodes: all of them, each with the same number of ranks.
-        master_addr, master_port: where rank 0 listens.
+        node: The node's number, from 0.
+        num_nodes: The number of nodes, each with the same number of ranks.
+        master_addr, master_port: Where rank 0 listens.
     """
 
     node: int
@@ -52,11 +59,11 @@ class Launch:
     """What to start on this node.
 
     Attributes:
-        launcher: one of `LAUNCHERS`, or `SPAWN`.
-        num_ranks: processes on this node; `python` starts only one.
-        arguments: of train.py, or of the module.
-        module: to run instead of train.py.
-        place: among several nodes; None: this node is the only one, and rank 0 gets a port of its own.
+        launcher: One of `LAUNCHERS`, or `SPAWN`.
+        num_ranks: Processes on this node; `python` starts only one.
+        arguments: Arguments of train.py, or of the module.
+        module: The module to run instead of train.py.
+        place: The place of this node among several; None if it is the only one, where rank 0 gets a free port.
     """
 
     launcher: str
@@ -66,13 +73,13 @@ class Launch:
     place: Place | None = None
 
     def command(self, folder: Path) -> list[str]:
-        """The command line.
+        """Returns the command line.
 
         Args:
-            folder: for files that the launcher reads.
+            folder: Where to write files that the launcher reads.
 
         Raises:
-            RunError: the launcher is missing.
+            RunError: The launcher is not installed.
         """
         script = [str(_SCRIPT)] if self.module is None else ["-m", self.module]
         if self.launcher == "python":
@@ -91,21 +98,21 @@ class Launch:
         return [program, *options, *(["--module"] if self.module else []), self.module or script[0], *self.arguments]
 
     def to_json(self) -> dict[str, Any]:
-        """For `from_json` on another node."""
+        """Returns a tree for `from_json` on another node."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Launch:
-        """From what `to_json` returned."""
+        """Reads what `to_json` returned."""
         place = None if tree["place"] is None else Place(**tree["place"])
         return cls(**{**tree, "arguments": tuple(tree["arguments"]), "place": place})
 
     def _deepspeed_ranks(self, folder: Path) -> list[str]:
-        devices = visible_devices() if count_gpus() > 0 else []  # else the launcher would ignore CUDA_VISIBLE_DEVICES
+        devices = visible_devices() if count_gpus() > 0 else []  # --num_gpus ignores CUDA_VISIBLE_DEVICES
         if self.place is None:
             ranks = ["--include", "localhost:" + ",".join(devices[: self.num_ranks])] if devices else []
             return ["--hostfile", os.devnull, *(ranks or ["--num_gpus", str(self.num_ranks)])]
-        # The names stand for themselves: nobody is looked for under them.
+        # Placeholder names: with --no_ssh the launcher does not resolve them.
         names = [f"node-{number}" for number in range(self.place.num_nodes)]
         slots = dict.fromkeys(names, self.num_ranks)
         options = ["--no_ssh", "--node_rank", str(self.place.node)]
@@ -125,12 +132,12 @@ class Report:
     """How an attempt ended, on one node or on all.
 
     Attributes:
-        launcher: its name.
-        ranks: that have announced themselves.
-        outcomes: what ranks have reported.
-        lost_launcher: whether the launcher ended before the ranks, as far as anybody noticed.
-        launcher_code: the launcher's exit code; None where it had to be killed.
-        fault: why the attempt failed, where it is not the ranks who know.
+        launcher: The launcher's name.
+        ranks: The ranks that have started.
+        outcomes: The outcomes that ranks have reported.
+        lost_launcher: Whether the launcher was seen to end before its ranks.
+        launcher_code: The launcher's exit code; None if it had to be killed.
+        fault: Why the attempt failed, if the reason is outside the ranks.
     """
 
     launcher: str
@@ -142,7 +149,7 @@ class Report:
 
     @classmethod
     def merge(cls, reports: Iterable[Report], fault: str = "") -> Report:
-        """One report of all nodes; `fault` says which nodes were lost."""
+        """Merges the reports of all nodes; `fault` names the nodes that were lost."""
         reports = list(reports)
         faults = [report.fault for report in reports if report.fault]
         codes = [report.launcher_code for report in reports if report.launcher_code != 0]
@@ -156,12 +163,12 @@ class Report:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For `from_json` on another node."""
+        """Returns a tree for `from_json` on another node."""
         return {**asdict(self), "outcomes": {str(rank): asdict(one) for rank, one in self.outcomes.items()}}
 
     @classmethod
     def from_json(cls, tree: dict[str, Any]) -> Report:
-        """From what `to_json` returned, after it was sent as JSON."""
+        """Reads what `to_json` returned, after it was sent as JSON."""
         outcomes = {int(rank): RankOutcome(**outcome) for rank, outcome in tree["outcomes"].items()}
         return cls(**{**tree, "ranks": tuple(tree["ranks"]), "outcomes": outcomes})
 
@@ -171,7 +178,7 @@ class Report:
         return {outcome.code for outcome in self.outcomes.values()}
 
     def failure(self) -> str:
-        """In one line, why an attempt failed: a rank's own words, else who ended without a word."""
+        """Returns in one line why an attempt failed: a rank's own reason, else which process ended without one."""
         reasons = [(rank, outcome.reason) for rank, outcome in sorted(self.outcomes.items()) if outcome.reason]
         first_hand = [(rank, reason) for rank, reason in reasons if "lost contact" not in reason]
         silent = sorted(rank for rank in self.ranks if rank not in self.outcomes)
@@ -188,21 +195,21 @@ class Report:
             return reasons[0][1]
         if not self.ranks:
             return f"{self.launcher} ended with code {self.launcher_code} before it had started a rank"
-        return "the ranks ended without the completion marker"
+        return "the ranks ended without writing the completion marker"
 
 
 class Attempt:
-    """A launcher in a session of its own, and the ranks that announce themselves.
+    """A launcher in a session of its own, and the ranks that register themselves.
 
     Args:
-        launch: what to start.
-        say: is called with one line for each event.
-        output: where the processes print; None: where this one does.
+        launch: What to start.
+        log_event: Called with one line for each event.
+        output: Where the processes print; None: where this one does.
     """
 
-    def __init__(self, launch: Launch, say: Callable[[str], None], output: IO[bytes] | None = None) -> None:
+    def __init__(self, launch: Launch, log_event: Callable[[str], None], output: IO[bytes] | None = None) -> None:
         self._launch = launch
-        self._say = say
+        self._log_event = log_event
         self._folder = Path(tempfile.mkdtemp(prefix="steadyhead-ranks-"))
         self._signals_sent: dict[int, int] = {}
         self.ranks: dict[int, psutil.Process] = {}
@@ -222,18 +229,18 @@ class Attempt:
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
         plural = "s" if launch.num_ranks > 1 else ""
-        say(f"started {launch.launcher} (process {self._launcher.pid}) for {launch.num_ranks} rank{plural}")
+        log_event(f"started {launch.launcher} (process {self._launcher.pid}) for {launch.num_ranks} rank{plural}")
 
-    def wait(self, requests: Sequence[int] = (), is_given_up: Callable[[], bool] = lambda: False) -> None:
-        """Returns when the attempt is over and none of its processes is left.
+    def wait(self, requests: Sequence[int] = (), is_cancelled: Callable[[], bool] = lambda: False) -> None:
+        """Waits until the attempt is over and none of its processes is left.
 
         Args:
-            requests: signals for every rank; a handler may append to it meanwhile. With a second SIGINT in it, or
-                when there is no rank yet, everything is killed at once.
-            is_given_up: is asked all the time; when it says so, everything is killed at once.
+            requests: Signals for every rank; a handler may append to it meanwhile. A second SIGINT, or any signal
+                before the first rank has started, kills all processes at once.
+            is_cancelled: Polled repeatedly; once it returns true, all processes are killed at once.
         """
         deadline: float | None = None
-        while not is_given_up() and not self._is_over(requests):
+        while not is_cancelled() and not self._is_over(requests):
             now = time.monotonic()
             if deadline is None and (seconds := self._seconds_to_end()) is not None:
                 deadline = now + seconds
@@ -242,18 +249,18 @@ class Attempt:
             time.sleep(POLL_SECONDS)
         self.kill()
 
-    def look(self) -> bool:
-        """Takes note of ranks that have started; whether the launcher or a rank still runs."""
-        for rank, pid in read_announcements(self._folder).items():
+    def poll(self) -> bool:
+        """Finds ranks that have started. Returns whether the launcher or a rank still runs."""
+        for rank, pid in read_registered_ranks(self._folder).items():
             if rank not in self.ranks:
                 try:
                     self.ranks[rank] = psutil.Process(pid)
                 except psutil.NoSuchProcess:
                     continue
-        return self._launcher.poll() is None or bool(self._living())
+        return self._launcher.poll() is None or bool(self._running_ranks())
 
     def processes(self) -> list[psutil.Process]:
-        """Everything that was started in this attempt and still runs, wherever it is in the tree of processes."""
+        """Returns all running processes of this attempt, also those that have left the launcher's process tree."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -264,9 +271,9 @@ class Attempt:
         return found
 
     def kill(self) -> None:
-        """Kills whatever of this attempt still runs (a stopped process too), and waits until it is gone."""
+        """Kills all processes of this attempt, even suspended ones, and waits until they have ended."""
         end = time.monotonic() + KILL_SECONDS
-        if not self._is_killed:  # afterwards it ended by this
+        if not self._is_killed:  # the exit code of a launcher killed here means nothing
             self._launcher_code, self._is_killed = self._launcher.poll(), True
         self._launcher.kill()
         while (left := self.processes()) and time.monotonic() < end:
@@ -277,16 +284,16 @@ class Attempt:
                     continue
             psutil.wait_procs(left, timeout=1)
         if left:
-            self._say(f"process {', '.join(str(process.pid) for process in left)} cannot be killed")
+            self._log_event(f"process {', '.join(str(process.pid) for process in left)} cannot be killed")
         else:
             self._launcher.wait()
 
     def outcomes(self) -> dict[int, RankOutcome]:
-        """What the ranks reported before they ended."""
+        """Returns the outcomes that ranks have reported."""
         return read_outcomes(self._folder)
 
     def close(self) -> Report:
-        """Removes the folder of announcements; returns what was in it."""
+        """Removes the folder in which the ranks report, and returns the report."""
         outcomes = self.outcomes()
         shutil.rmtree(self._folder, ignore_errors=True)
         lost_launcher = self._lost_launcher or any(outcome.is_orphan for outcome in outcomes.values())
@@ -294,50 +301,50 @@ class Attempt:
         return Report(self._launch.launcher, tuple(sorted(self.ranks)), outcomes, lost_launcher, code)
 
     def _environment(self) -> dict[str, str]:
-        # The same for every launcher; torchrun would take 1.
+        # The same for every launcher; torchrun would set 1.
         environment = {"OMP_NUM_THREADS": str(threads_per_rank({}, self._launch.num_ranks)), **os.environ}
         if count_gpus() == 0:
             environment.setdefault("DS_ACCELERATOR", "cpu")
         return {**environment, SUPERVISOR: str(os.getpid()), RANKS_FOLDER: str(self._folder)}
 
     def _is_over(self, requests: Sequence[int]) -> bool:
-        """Whether nothing runs any more, or all shall end at once; also forwards requests to the ranks."""
-        runs = self.look()
+        """Forwards requests to the ranks. Returns whether nothing runs any more, or all must be killed at once."""
+        is_running = self.poll()
         for rank, process in self.ranks.items():
             for number in requests[self._signals_sent.get(rank, 0) :]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
                 self._signals_sent[rank] = self._signals_sent.get(rank, 0) + 1
-        has_none = bool(requests) and not self.ranks
-        return not runs or has_none or list(requests).count(signal.SIGINT) > 1
+        is_stopped_before_start = bool(requests) and not self.ranks
+        return not is_running or is_stopped_before_start or list(requests).count(signal.SIGINT) > 1
 
     def _seconds_to_end(self) -> float | None:
-        """How long to wait for the rest of an attempt that is coming to its end; None while it is not."""
-        launcher_has_ended = self._launcher.poll() is not None  # before looking at the ranks, which end first
-        living = self._living()
-        if launcher_has_ended and living:
+        """Returns how long to wait for the rest of an attempt that is ending; None while it is not."""
+        launcher_has_ended = self._launcher.poll() is not None  # checked before the ranks, which end first
+        running = self._running_ranks()
+        if launcher_has_ended and running:
             self._lost_launcher = True
-            plural = "s are" if len(living) > 1 else " is"
-            self._say(f"{self._launch.launcher} has ended and {len(living)} rank{plural} running; stopping")
-            return LOST_SECONDS + TEARDOWN_SECONDS
+            plural = "s are" if len(running) > 1 else " is"
+            self._log_event(f"{self._launch.launcher} has ended while {len(running)} rank{plural} running; stopping")
+            return ORPHAN_GRACE_SECONDS + TEARDOWN_SECONDS
         outcomes = self.outcomes()
-        ended = [rank for rank in self.ranks if rank not in living]
+        ended = [rank for rank in self.ranks if rank not in running]
         good = (EXIT_DONE, EXIT_STOPPED)
         if any(rank not in outcomes or outcomes[rank].code not in good for rank in ended):
             return TEARDOWN_SECONDS
         return TEARDOWN_SECONDS if len(ended) == self._launch.num_ranks else None
 
-    def _living(self) -> list[int]:
+    def _running_ranks(self) -> list[int]:
         return [rank for rank, process in self.ranks.items() if is_alive(process)]
 
 
 def visible_devices() -> list[str]:
-    """The entries of CUDA_VISIBLE_DEVICES; none where it is not set."""
+    """Returns the entries of CUDA_VISIBLE_DEVICES; an empty list if it is not set."""
     return [entry.strip() for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that this process may use, without importing torch."""
+    """Returns the number of NVIDIA GPUs that this process may use, without importing torch."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return 0
     if "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -350,9 +357,9 @@ def count_gpus() -> int:
 
 
 def _find_program(name: str) -> str:
-    """Next to this interpreter, or on the path."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
+    """Returns the path of a program next to this interpreter, or else on the PATH."""
+    sibling = Path(sys.executable).parent / name
+    found = str(sibling) if sibling.exists() else shutil.which(name)
     if found is None:
-        raise RunError(f"--launcher {name}: no such program beside {sys.executable} or on the PATH")
+        raise RunError(f"--launcher {name}: no such program next to {sys.executable} or on the PATH")
     return found

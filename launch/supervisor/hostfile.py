@@ -1,4 +1,4 @@
-"""Hostfiles as DeepSpeed reads them: a line `NAME slots=N` for each host, besides blank lines and comments."""
+"""Reads hostfiles in DeepSpeed's format: a line `NAME slots=N` for each host; blank lines and comments are ignored."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 from configs.errors import ConfigError
 
-# No option of ssh, and nothing that a shell or DeepSpeed's own reader would take apart.
+# Excludes options of ssh, and characters that are special to a shell or to DeepSpeed's own parser.
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9_][A-Za-z0-9_.:%@-]*)\s+slots=(?P<slots>[1-9]\d{0,4})", re.ASCII)
-_MOST_SHOWN = 60  # characters of a line that is no host
+_MAX_SHOWN = 60  # characters of an invalid line
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class Host:
     """A line of a hostfile.
 
     Attributes:
-        name: as ssh is to be told it.
-        slots: ranks on this host.
+        name: The host's name or address, passed to ssh.
+        slots: The number of ranks on this host.
     """
 
     name: str
@@ -27,10 +27,10 @@ class Host:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """The hosts in the order of the file.
+    """Returns the hosts in the order of the file.
 
     Raises:
-        ConfigError: with a line for every problem.
+        ConfigError: The file cannot be read or is invalid; one line for each problem.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -41,13 +41,14 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def parse_hostfile(text: str, source: str) -> list[Host]:
-    """The hosts in the order of the lines.
+    """Returns the hosts in the order of the lines.
 
     Args:
-        source: the file's name, for messages.
+        text: The content of the file.
+        source: The file's name, for messages.
 
     Raises:
-        ConfigError: with a line for every problem.
+        ConfigError: One line for each problem.
     """
     hosts: list[Host] = []
     first_lines: dict[str, int] = {}
@@ -58,11 +59,11 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
             continue
         match = _LINE.fullmatch(content)
         if match is None:
-            shown = content if len(content) <= _MOST_SHOWN else f"{content[:_MOST_SHOWN]}…"
+            shown = content if len(content) <= _MAX_SHOWN else f"{content[:_MAX_SHOWN]}…"
             problems.append(f"{source}:{number}: {shown!r} is not `NAME slots=N`, e.g. `gpu-node-1 slots=8`")
         elif match["name"] in first_lines:
             name = match["name"]
-            problems.append(f"{source}:{number}: {name} stands in line {first_lines[name]} already; remove one of them")
+            problems.append(f"{source}:{number}: {name} is already in line {first_lines[name]}; remove one of them")
         else:
             first_lines[match["name"]] = number
             hosts.append(Host(match["name"], int(match["slots"])))
@@ -73,7 +74,7 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
                 f"{hosts[0].slots}; every host must have the same number of ranks"
             )
     if not hosts and not problems:
-        problems.append(f"{source}: no host in it; expected a line `NAME slots=N` for each")
+        problems.append(f"{source}: has no hosts; expected a line `NAME slots=N` for each")
     if problems:
         raise ConfigError(problems)
     return hosts

@@ -1,6 +1,6 @@
-"""The line between the head and a node's agent: JSON objects, one a line, over ssh's pipes or a socket.
+"""The link between the coordinator and a node's worker: one JSON object per line, over ssh's pipes or a socket.
 
-Both ends send a beat every second, whatever else they do, so that each can tell a silent other end from an idle one.
+Both ends send a heartbeat every second, even while they are busy, so that each can tell a dead peer from an idle one.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Any
 
 Message = dict[str, Any]
 
-BEAT_SECONDS = 1.0
-LONGEST_LINE_BYTES = 1 << 20
-_BEAT = "beat"
+HEARTBEAT_SECONDS = 1.0
+MAX_LINE_BYTES = 1 << 20
+_HEARTBEAT = "beat"
 
 
 def encode(message: Message) -> bytes:
-    """One line. A message has at least the key `kind`."""
+    """Encodes a message, which has at least the key `kind`, as one line."""
     return json.dumps(message).encode() + b"\n"
 
 
 class LineReader:
-    """Takes a stream of bytes apart into messages, however it was cut into pieces.
+    """Splits a stream of bytes, which may arrive in chunks of any size, into messages.
 
     Attributes:
-        noise: lines that were no messages, e.g. what a shell prints when somebody logs in; the last one only.
+        last_unparsed: The last line that was not a message, e.g. a login banner.
     """
 
     def __init__(self) -> None:
         self._rest = b""
-        self.noise = ""
+        self.last_unparsed = ""
 
-    def feed(self, piece: bytes) -> list[Message]:
-        """The messages that the piece completes."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        if len(self._rest) > LONGEST_LINE_BYTES:
+    def feed(self, chunk: bytes) -> list[Message]:
+        """Returns the messages that the chunk completes."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > MAX_LINE_BYTES:
             self._rest = b""
         return [message for line in lines if (message := self._decode(line)) is not None]
 
@@ -51,42 +51,42 @@ class LineReader:
             message = None
         if isinstance(message, dict) and isinstance(message.get("kind"), str):
             return message
-        self.noise = line.decode(errors="replace").strip() or self.noise
+        self.last_unparsed = line.decode(errors="replace").strip() or self.last_unparsed
         return None
 
 
 class Link:
-    """One end.
+    """One end of the link.
 
     Args:
-        reader, writer: file descriptors; the same one for a socket.
-        shut: closes what belongs to them, e.g. ends ssh.
+        reader, writer: The file descriptors to read from and to write to; a socket has one for both.
+        on_close: Closes what owns them, e.g. kills ssh.
     """
 
-    def __init__(self, reader: int, writer: int, shut: Callable[[], None]) -> None:
+    def __init__(self, reader: int, writer: int, on_close: Callable[[], None]) -> None:
         self._reader = reader
         self._writer = writer
-        self._shut = shut
+        self._on_close = on_close
         self._lock = threading.Lock()
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lines = LineReader()
-        self._heard = time.monotonic()
-        self._has_ended = threading.Event()
-        for work in (self._read, self._beat):
-            threading.Thread(target=work, name=f"Link {work.__name__}", daemon=True).start()
+        self._last_received = time.monotonic()
+        self._closed = threading.Event()
+        for target in (self._read, self._send_heartbeats):
+            threading.Thread(target=target, name=f"Link {target.__name__}", daemon=True).start()
 
     def send(self, kind: str, **values: Any) -> None:
-        """It never raises: that the other end is gone shows in `is_closed`. Not for signal handlers."""
+        """Sends a message. Never raises: a lost peer shows in `is_closed`. Must not be called in a signal handler."""
         with self._lock:
             content = encode({"kind": kind, **values})
             try:
                 while content:
                     content = content[os.write(self._writer, content) :]
             except OSError:
-                self._has_ended.set()
+                self._closed.set()
 
-    def take(self) -> list[Message]:
-        """What has come since the last call, beats apart."""
+    def receive(self) -> list[Message]:
+        """Returns the messages received since the last call, without heartbeats."""
         messages = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -95,38 +95,38 @@ class Link:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the other end has closed the line, or this one has."""
-        return self._has_ended.is_set()
+        """Whether either end has closed the link."""
+        return self._closed.is_set()
 
     @property
     def silent_seconds(self) -> float:
-        """For how long nothing has come, not even a beat."""
-        return time.monotonic() - self._heard
+        """Seconds since anything, even a heartbeat, was received."""
+        return time.monotonic() - self._last_received
 
     @property
-    def noise(self) -> str:
-        """The last line that was no message."""
-        return self._lines.noise
+    def last_unparsed(self) -> str:
+        """The last line received that was not a message."""
+        return self._lines.last_unparsed
 
     def close(self) -> None:
-        """Ends the line."""
-        self._has_ended.set()
-        self._shut()
+        """Closes the link."""
+        self._closed.set()
+        self._on_close()
 
     def _read(self) -> None:
         while True:
             try:
-                piece = os.read(self._reader, 1 << 16)
+                chunk = os.read(self._reader, 1 << 16)
             except OSError:
-                piece = b""
-            if not piece:
-                self._has_ended.set()
+                chunk = b""
+            if not chunk:
+                self._closed.set()
                 return
-            self._heard = time.monotonic()
-            for message in self._lines.feed(piece):
-                if message["kind"] != _BEAT:
+            self._last_received = time.monotonic()
+            for message in self._lines.feed(chunk):
+                if message["kind"] != _HEARTBEAT:
                     self._messages.put(message)
 
-    def _beat(self) -> None:
-        while not self._has_ended.wait(BEAT_SECONDS):
-            self.send(_BEAT)
+    def _send_heartbeats(self) -> None:
+        while not self._closed.wait(HEARTBEAT_SECONDS):
+            self.send(_HEARTBEAT)

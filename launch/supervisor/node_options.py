@@ -1,4 +1,4 @@
-"""Which nodes a run is to have: from options, the hostfile or srun's variables to one answer, or all contradictions."""
+"""Chooses the nodes of a run from options, a hostfile or srun's variables, and reports all contradictions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class NodeChoice:
     """The nodes of a run.
 
     Attributes:
-        hosts: to be reached through ssh; none where the command is called on every node.
-        num_nodes, node: where it is called on every node: how many there are, and which this is.
-        master_addr: the address of node 0; None: to be found out.
-        port: where node 0 listens for the others.
+        hosts: The hosts to reach through ssh; empty when the command is run on every node.
+        num_nodes, node: When the command is run on every node: the number of nodes, and this node's number.
+        master_addr: The address of node 0; None: node 0 reports it.
+        port: The port on which node 0 listens for the other nodes.
     """
 
     hosts: tuple[Host, ...] = ()
@@ -32,49 +32,50 @@ class NodeChoice:
     port: int = PORT
 
     @property
-    def is_several(self) -> bool:
-        """Whether there is anybody to talk to."""
+    def needs_coordinator(self) -> bool:
+        """Whether the run needs a coordinator."""
         return bool(self.hosts) or self.num_nodes > 1
 
 
 def add_node_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that name the nodes."""
+    """Adds the options that name the nodes."""
     parser.add_argument(
-        "--hostfile", metavar="F", help="several nodes, reached through ssh: a line `NAME slots=N` for each"
+        "--hostfile", metavar="F", help="run on several nodes through ssh; F has a line `NAME slots=N` for each"
     )
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="several nodes, on each of which the command is called (by srun, say)"
+        "--nodes", type=int, metavar="N", help="number of nodes, when the command is run on each (e.g. by srun)"
     )
-    parser.add_argument("--node-rank", type=int, metavar="I", help="with --nodes: this node's number, from 0")
-    parser.add_argument("--master-addr", metavar="A", help="node 0's address, where the others reach it")
+    parser.add_argument("--node-rank", type=int, metavar="I", help="with --nodes: number of this node, from 0")
+    parser.add_argument("--master-addr", metavar="A", help="address at which the other nodes reach node 0")
     parser.add_argument(
-        "--master-port", type=int, metavar="P", help=f"with --nodes: node 0's port for the others; default: {PORT}"
+        "--master-port", type=int, metavar="P", help=f"with --nodes: port on which node 0 listens; default: {PORT}"
     )
     parser.add_argument(
         "--lost-after",
         type=float,
         default=LOST_AFTER_SECONDS,
         metavar="S",
-        help=f"a node that is silent for so many seconds is lost; default: {LOST_AFTER_SECONDS}",
+        help=f"seconds of silence after which a node counts as lost; default: {LOST_AFTER_SECONDS}",
     )
 
 
 def choose_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> NodeChoice:
-    """The nodes that the options and, below srun, its variables name.
+    """Returns the nodes that the options and, under srun, its variables name.
 
     Args:
-        options: of `add_node_arguments`, with `launcher` and `num_ranks`.
+        options: Those of `add_node_arguments`, with `launcher` and `num_ranks`.
+        environ: The environment variables.
 
     Raises:
-        ConfigError: with a line for every contradiction.
+        ConfigError: One line for each contradiction.
     """
     problems: list[str] = []
     srun = _from_srun(environ, problems) if options.hostfile is None else None
     num_nodes = _agree("--nodes", options.nodes, srun.num_nodes if srun else None, problems)
     node = _agree("--node-rank", options.node_rank, srun.node if srun else None, problems)
     port = options.master_port
-    if not 5 <= options.lost_after <= 86400:  # nor nan
-        problems.append(f"--lost-after {options.lost_after:g}: expected 5 to 86400 seconds; a beat comes every second")
+    if not 5 <= options.lost_after <= 86400:  # also rejects NaN
+        problems.append(f"--lost-after {options.lost_after:g}: expected 5 to 86400 seconds")
     if port is not None and not 0 < port < 65536:
         problems.append(f"--master-port {port}: not a port; expected 1 to 65535")
     if options.launcher == "python" and (options.hostfile or (num_nodes or 1) > 1):
@@ -83,7 +84,7 @@ def choose_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> Nod
         for name in ("nodes", "node_rank", "num_ranks", "master_port"):
             if getattr(options, name) is not None:
                 option = "--" + name.replace("_", "-")
-                problems.append(f"{option} {getattr(options, name)}: cannot be used with --hostfile, which says it all")
+                problems.append(f"{option} {getattr(options, name)}: cannot be combined with --hostfile")
         try:
             hosts = tuple(read_hostfile(options.hostfile))
         except ConfigError as error:
@@ -104,20 +105,20 @@ def choose_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> Nod
         problems.append(f"--node-rank {node}: expected 0 to {num_nodes - 1} with --nodes {num_nodes}")
     address = options.master_addr or environ.get("MASTER_ADDR") or (srun.master_addr if srun else None)
     if num_nodes is not None and num_nodes > 1 and not address:
-        problems.append(f"--nodes {num_nodes}: needs --master-addr, the address of node 0 as the others see it")
+        problems.append(f"--nodes {num_nodes}: needs --master-addr, the address at which the other nodes reach node 0")
     if problems:
         raise ConfigError(problems)
     return NodeChoice((), num_nodes or 1, node or 0, address or None, port or (srun.port if srun else PORT))
 
 
 def first_of_nodelist(text: str) -> str:
-    """`gpu[003-010,12],cpu1` -> `gpu003`."""
+    """Returns the first node of a SLURM node list: `gpu[003-010,12],cpu1` -> `gpu003`."""
     match = re.match(r"([^\[,]+)(?:\[(\d+))?", text)
     return "" if match is None else match[1] + (match[2] or "")
 
 
 def _from_srun(environ: Mapping[str, str], problems: list[str]) -> NodeChoice | None:
-    """What srun's variables say, where it has started several tasks."""
+    """Returns the nodes that srun's variables describe; None if srun has not started several tasks."""
     try:
         num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
         num_nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))

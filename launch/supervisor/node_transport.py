@@ -1,4 +1,4 @@
-"""How the head reaches the nodes' agents: it starts them through ssh, or they connect to it."""
+"""How the coordinator reaches the nodes' workers: it starts them through ssh, or they connect to it."""
 
 from __future__ import annotations
 
@@ -20,86 +20,85 @@ from launch.errors import RunError
 from launch.supervisor.hostfile import Host
 from launch.supervisor.node_link import Link
 
-HANDED_OVER = ("NCCL", "GLOO", "UCX", "PYTHON", "OMP_", "CUDA", "DS_", "HF_", "STEADYHEAD_", "TORCH_")
+FORWARDED_PREFIXES = ("NCCL", "GLOO", "UCX", "PYTHON", "OMP_", "CUDA", "DS_", "HF_", "STEADYHEAD_", "TORCH_")
 CONNECT_SECONDS = 10  # until a host answers ssh
-_LAST_WORDS_SECONDS = 1.0
+_LAST_OUTPUT_SECONDS = 1.0
 
 
-class Line:
-    """A way to one agent.
+class WorkerConnection:
+    """The connection to one worker.
 
     Args:
-        link: to it.
-        node: the agent's node; None where it has yet to say so.
+        link: The link to the worker.
+        node: The worker's node number; None until the worker has reported it.
 
     Attributes:
-        last_words: the last line that ssh, or the agent and everything below it, printed to standard error.
+        last_output: The last line on standard error, of ssh or of the worker and its child processes.
     """
 
     def __init__(self, link: Link, node: int | None = None) -> None:
         self.link = link
         self.node = node
-        self.last_words = ""
-
+        self.last_output = ""
         self._output: threading.Thread | None = None
 
-    def pass_on(self, stream: IO[bytes], prefix: str) -> None:
-        """Prints what the stream brings, line by line, from now on."""
-        self._output = threading.Thread(target=self._pass_on, args=(stream, prefix.encode()), daemon=True)
+    def forward_output(self, stream: IO[bytes], prefix: str) -> None:
+        """Starts a thread that prints the stream line by line."""
+        self._output = threading.Thread(target=self._forward_output, args=(stream, prefix.encode()), daemon=True)
         self._output.start()
 
     def close(self) -> str:
-        """Ends it; the last that was heard."""
+        """Closes the connection and returns the last line that was received."""
         self.link.close()
         if self._output is not None:
-            self._output.join(_LAST_WORDS_SECONDS)
-        return self.last_words or self.link.noise
+            self._output.join(_LAST_OUTPUT_SECONDS)
+        return self.last_output or self.link.last_unparsed
 
-    def _pass_on(self, stream: IO[bytes], prefix: bytes) -> None:
+    def _forward_output(self, stream: IO[bytes], prefix: bytes) -> None:
         for line in stream:
-            self.last_words = line.decode(errors="replace").strip() or self.last_words
+            self.last_output = line.decode(errors="replace").strip() or self.last_output
             with contextlib.suppress(OSError):
                 os.write(1, prefix + line.rstrip(b"\r\n") + b"\n")
 
 
 class Transport(Protocol):
-    """How agents come about.
+    """How connections to workers are made.
 
     Attributes:
-        listens: whether agents may come that were not started here.
-        variables: for every agent's environment.
+        listens: Whether workers that were started elsewhere may connect.
+        variables: Environment variables for every worker.
     """
 
     listens: bool
     variables: Mapping[str, str]
 
-    def start(self, missing: Sequence[int]) -> list[Line]:
-        """Starts what can be started here of the agents of these nodes."""
+    def start(self, missing: Sequence[int]) -> list[WorkerConnection]:
+        """Starts those workers of these nodes that can be started from here."""
 
-    def arrivals(self) -> list[Line]:
-        """The agents that have connected since the last call."""
+    def accept(self) -> list[WorkerConnection]:
+        """Returns the workers that have connected since the last call."""
 
-    def complain(self, node: int, words: str) -> str:
-        """In one line, that a node did not answer, and the remedy.
+    def describe_failure(self, node: int, last_output: str) -> str:
+        """Returns one line that says that a node did not answer, and what to do.
 
         Args:
-            words: the last that was heard of it.
+            last_output: The last line that was received from it.
         """
 
     def close(self) -> None:
-        """Nobody else is let in."""
+        """Stops accepting connections."""
 
 
 class SshTransport:
-    """Starts an agent on every host, in this working directory with this interpreter.
+    """Starts a worker on every host, in this working directory and with this interpreter.
 
     Args:
-        hosts: where.
-        limit_seconds: of silence, after which a host counts as lost.
-        variables: for their environments, see `handed_over`.
+        hosts: The hosts of the nodes.
+        limit_seconds: The silence after which a host counts as lost.
+        variables: Environment variables for the workers, see `forwarded_variables`.
 
     Raises:
-        RunError: there is no ssh.
+        RunError: There is no ssh.
     """
 
     listens = False
@@ -111,40 +110,41 @@ class SshTransport:
         self._hosts = hosts
         self._limit_seconds = limit_seconds
 
-    def start(self, missing: Sequence[int]) -> list[Line]:
-        """Starts ssh for each."""
+    def start(self, missing: Sequence[int]) -> list[WorkerConnection]:
+        """Starts ssh for each node."""
         return [self._start(node) for node in missing]
 
-    def arrivals(self) -> list[Line]:
-        """None comes by itself."""
+    def accept(self) -> list[WorkerConnection]:
+        """Returns nothing: all workers are started from here."""
         return []
 
-    def complain(self, node: int, words: str) -> str:
+    def describe_failure(self, node: int, last_output: str) -> str:
         """See `Transport`."""
         name = self._hosts[node].name
         return (
-            f"{name}: cannot be used through ssh: {words or 'no answer'}; see whether `ssh -o BatchMode=yes {name} "
-            "true` works from here, and whether the project and its .venv are there under the same path"
+            f"{name}: cannot be reached through ssh: {last_output or 'no answer'}; check that "
+            f"`ssh -o BatchMode=yes {name} true` works from here, and that the project and its .venv have the same "
+            "path there"
         )
 
     def close(self) -> None:
-        """Nothing listens."""
+        """Does nothing: nothing listens."""
 
-    def _start(self, node: int) -> Line:
+    def _start(self, node: int) -> WorkerConnection:
         name = self._hosts[node].name
         prefix = f"{name}: " if len(self._hosts) > 1 else ""
-        return _start_agent(node, ssh_command(name, node, self._limit_seconds), prefix)
+        return _start_worker(node, ssh_command(name, node, self._limit_seconds), prefix)
 
 
 class SocketTransport:
-    """Starts an agent for this node, number 0, and lets those of the others in.
+    """Starts a worker for this node, number 0, and accepts those of the other nodes.
 
     Args:
-        address, port: where to listen.
-        limit_seconds: of silence, after which a node counts as lost.
+        address, port: Where to listen.
+        limit_seconds: The silence after which a node counts as lost.
 
     Raises:
-        RunError: it cannot listen there.
+        RunError: It cannot listen on the port.
     """
 
     listens = True
@@ -152,35 +152,35 @@ class SocketTransport:
 
     def __init__(self, address: str, port: int, limit_seconds: float) -> None:
         self._limit_seconds = limit_seconds
-        self._where = f"{address}:{port}"
+        self._endpoint = f"{address}:{port}"
         try:
             # On every interface: the address may be one that the others see and this node does not have.
             self._listener = socket.create_server(("", port))
         except OSError as error:
             reason = os.strerror(error.errno or 0)
             raise RunError(
-                f"--master-port {port}: cannot listen there: {reason}; end what uses it, or choose another"
+                f"--master-port {port}: cannot listen: {reason}; stop the process that uses it, or choose another port"
             ) from None
         self._listener.setblocking(False)
 
-    def start(self, missing: Sequence[int]) -> list[Line]:
-        """This node's own."""
-        return [_start_agent(0, agent_command(0, self._limit_seconds), "")] if 0 in missing else []
+    def start(self, missing: Sequence[int]) -> list[WorkerConnection]:
+        """Starts this node's worker."""
+        return [_start_worker(0, worker_command(0, self._limit_seconds), "")] if 0 in missing else []
 
-    def arrivals(self) -> list[Line]:
-        """Those that connected."""
-        lines = []
-        with contextlib.suppress(OSError):  # nobody is there, or whoever was has left again
+    def accept(self) -> list[WorkerConnection]:
+        """See `Transport`."""
+        connections = []
+        with contextlib.suppress(OSError):  # no connection is pending, or the client has closed it already
             while True:
                 connection, _ = self._listener.accept()
-                lines.append(Line(socket_link(connection)))
-        return lines
+                connections.append(WorkerConnection(socket_link(connection)))
+        return connections
 
-    def complain(self, node: int, words: str) -> str:
+    def describe_failure(self, node: int, last_output: str) -> str:
         """See `Transport`."""
         return (
-            f"node {node} did not come to {self._where}{f' ({words})' if words else ''}; call the same command there "
-            f"with --node-rank {node}, and look at the firewall"
+            f"node {node} did not connect to {self._endpoint}{f' ({last_output})' if last_output else ''}; run the "
+            f"same command there with --node-rank {node}, and check the firewall"
         )
 
     def close(self) -> None:
@@ -188,10 +188,10 @@ class SocketTransport:
         self._listener.close()
 
 
-def connect(address: str, port: int, seconds: float, is_over: Callable[[], bool]) -> Link | None:
-    """A further node's way to the head, who may not listen yet; None when it does not in time, or it is over."""
+def connect(address: str, port: int, seconds: float, is_cancelled: Callable[[], bool]) -> Link | None:
+    """Connects a worker to the coordinator, which may not listen yet; None on timeout or cancellation."""
     end = time.monotonic() + seconds
-    while not is_over():
+    while not is_cancelled():
         with contextlib.suppress(OSError):
             return socket_link(socket.create_connection((address, port), timeout=2))
         if time.monotonic() > end:
@@ -201,51 +201,54 @@ def connect(address: str, port: int, seconds: float, is_over: Callable[[], bool]
 
 
 def socket_link(connection: socket.socket) -> Link:
-    """A link over a connection."""
+    """Returns a link over a connection."""
     connection.setblocking(True)
 
-    def shut() -> None:
+    def on_close() -> None:
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
-    return Link(connection.fileno(), connection.fileno(), shut)
+    return Link(connection.fileno(), connection.fileno(), on_close)
 
 
 def ssh_command(name: str, node: int, limit_seconds: float) -> list[str]:
-    """The command line that starts an agent on a host; a dead connection ends about when the host counts as lost."""
+    """Returns the command line that starts a worker on a host.
+
+    ssh gives up a dead connection at about the time at which the host counts as lost.
+    """
     options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", "LogLevel=ERROR"]
     options += [f"ServerAliveInterval={max(1, round(limit_seconds / 3))}", "ServerAliveCountMax=3"]
-    agent = shlex.join(["env", f"PYTHONPATH={python_path(os.environ)}", *agent_command(node, limit_seconds)])
-    remote = f"cd {shlex.quote(os.getcwd())} && exec {agent}"
+    worker = shlex.join(["env", f"PYTHONPATH={python_path(os.environ)}", *worker_command(node, limit_seconds)])
+    remote = f"cd {shlex.quote(os.getcwd())} && exec {worker}"
     return ["ssh", "-T", *(word for option in options for word in ("-o", option)), "--", name, remote]
 
 
-def agent_command(node: int, limit_seconds: float) -> list[str]:
-    """The command line of an agent that speaks over its standard input and output."""
+def worker_command(node: int, limit_seconds: float) -> list[str]:
+    """Returns the command line of a worker whose link is its standard input and output."""
     return [sys.executable, "-m", "launch.node_agent", str(node), f"{limit_seconds:g}"]
 
 
 def python_path(environ: Mapping[str, str]) -> str:
-    """Where other processes are to look for modules: in this project first."""
+    """Returns PYTHONPATH for child processes, with this project first."""
     return os.pathsep.join([str(PROJECT_ROOT), *filter(None, [environ.get("PYTHONPATH")])])
 
 
-def handed_over(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the ranks on other hosts need: by their names, and those of `.deepspeed_env`."""
-    chosen = {name: value for name, value in environ.items() if name.startswith(HANDED_OVER)}
+def forwarded_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables for the ranks on other hosts: by their prefixes, and those of `.deepspeed_env`."""
+    chosen = {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
-    for folder in (Path.home(), Path()):  # as the deepspeed launcher has it
+    for folder in (Path.home(), Path()):  # in the deepspeed launcher's order
         with contextlib.suppress(FileNotFoundError):
-            text = os.fsdecode((folder / name).read_bytes())  # in whatever encoding, as variables are
+            text = os.fsdecode((folder / name).read_bytes())  # the encoding of environment variables
             chosen.update(parse_environment(text, str(folder / name)))
     return {**chosen, "PYTHONPATH": python_path(chosen)}
 
 
 def parse_environment(text: str, source: str) -> dict[str, str]:
-    """The variables of a file of lines `NAME=VALUE`; blank lines and comments count for nothing.
+    """Parses the `NAME=VALUE` lines of a file; blank lines and comments are ignored.
 
     Raises:
-        RunError: for any other line.
+        RunError: Another line is in it.
     """
     found = {}
     for number, line in enumerate(text.splitlines(), start=1):
@@ -258,8 +261,8 @@ def parse_environment(text: str, source: str) -> dict[str, str]:
     return found
 
 
-def _start_agent(node: int, command: Sequence[str], prefix: str) -> Line:
-    """In a session of its own, so that Ctrl-C in a terminal reaches only the head."""
+def _start_worker(node: int, command: Sequence[str], prefix: str) -> WorkerConnection:
+    """Starts a worker in a session of its own, so that Ctrl-C in a terminal reaches only the coordinator."""
     process = subprocess.Popen(
         command,
         env={**os.environ, "PYTHONPATH": python_path(os.environ)},
@@ -270,10 +273,10 @@ def _start_agent(node: int, command: Sequence[str], prefix: str) -> Line:
     )
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
 
-    def shut() -> None:
+    def on_close() -> None:
         process.kill()
         process.wait()
 
-    line = Line(Link(process.stdout.fileno(), process.stdin.fileno(), shut), node)
-    line.pass_on(process.stderr, prefix)
-    return line
+    connection = WorkerConnection(Link(process.stdout.fileno(), process.stdin.fileno(), on_close), node)
+    connection.forward_output(process.stderr, prefix)
+    return connection

@@ -1,4 +1,4 @@
-"""Signals that a supervisor got, each of which is for every rank, and lines about what happens."""
+"""Signals that a supervisor received and passes to every rank, and the lines that it prints."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ POLL_SECONDS = 0.05
 
 
 class Requests(list[int]):
-    """Signals in the order in which they came.
+    """Signals in the order in which they arrived.
 
-    SLURM or a terminal may signal several nodes' supervisors; that is one request. So a signal counts as often as it
-    came to one of them.
+    SLURM or a terminal may signal the supervisors of several nodes at once, which is one request. A signal is therefore
+    counted as often as the supervisor that received it most often did.
 
     Args:
-        tell: is called with one line about each new request.
+        log_event: Called with one line for each new request.
     """
 
-    def __init__(self, tell: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, log_event: Callable[[str], None] = lambda line: None) -> None:
         super().__init__()
-        self._tell = tell
+        self._log_event = log_event
         self._counts: Counter[tuple[str, int]] = Counter()
 
     def listen(self) -> None:
-        """Collects this process' signals from now on."""
+        """Installs handlers that collect this process's signals."""
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
     def add(self, number: int, source: str = "") -> None:
-        """Takes note of a signal that came to `source`, a node; without one to this process."""
+        """Records a signal that the node `source` received; an empty name means this process."""
         self._counts[source, number] += 1
         if self._counts[source, number] > self.count(number):
             self.append(number)
-            what = "killing all ranks" if self.shall_kill else "forwarding it to every rank"
+            action = "killing all ranks" if self.must_kill else "forwarding it to every rank"
             where = f" on {source}" if source else ""
-            self._tell(f"got {signal.Signals(number).name}{where}; {what}")
+            self._log_event(f"got {signal.Signals(number).name}{where}; {action}")
 
     @property
-    def shall_kill(self) -> bool:
-        """Whether nobody wants to wait for a checkpoint any more."""
+    def must_kill(self) -> bool:
+        """Whether all ranks must be killed without waiting for a checkpoint: after a second SIGINT."""
         return self.count(signal.SIGINT) > 1
 
-    def wait(self, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """Waits; whether a request came or was there."""
+    def wait(self, seconds: float, poll: Callable[[], object] = lambda: None) -> bool:
+        """Waits for a request, calling `poll` repeatedly. Returns whether there is one."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self:
-            meanwhile()
+            poll()
             time.sleep(POLL_SECONDS)
         return bool(self)
 
@@ -61,12 +61,12 @@ class Requests(list[int]):
         self.add(number)
 
 
-def say(message: str) -> None:
+def log_event(message: str) -> None:
     """Prints one line about an event."""
     write_line(1, f"launch.run: {message}")
 
 
 def write_line(descriptor: int, line: str) -> None:
-    """Not by print(): this is also called where a signal interrupted one, and nobody may be reading any more."""
+    """Writes a line. Not with print(), which must not be re-entered from a signal handler; a closed pipe is ignored."""
     with contextlib.suppress(OSError):
         os.write(descriptor, f"{line}\n".encode())

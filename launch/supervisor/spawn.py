@@ -1,7 +1,7 @@
-"""Starts a module's ranks on this node with torchrun's variables, and nothing else: no torch, no DeepSpeed, no output.
+"""Starts a module's ranks on this node with torchrun's variables. Imports neither torch nor DeepSpeed, prints nothing.
 
-For the preflight, which is to take seconds: the launchers import torch or DeepSpeed themselves first, and comment on a
-rank that fails.
+Used for the preflight, which must take only seconds: the other launchers import torch or DeepSpeed first, and print
+messages of their own when a rank fails.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 def rank_environment(
     environ: Mapping[str, str], num_ranks: int, node: int, num_nodes: int, local_rank: int
 ) -> dict[str, str]:
-    """An environment that tells a process its rank, see `launch.distributed.topology`.
+    """Returns the environment of a rank, see `launch.distributed.topology`.
 
-    srun may have started one task on this node that starts all its ranks; its numbers are not theirs.
+    SLURM's variables are removed: under srun they describe the node's one task, not its ranks.
     """
     return {
         **{name: value for name, value in environ.items() if not name.startswith("SLURM_")},
@@ -34,8 +34,9 @@ def spawn(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Starts the ranks, waits for all, and returns the largest of their exit codes.
 
     Args:
-        arguments: ranks on each node, this node's number, number of nodes, address and port of rank 0, and what is to
-            be run by this interpreter.
+        arguments: Ranks per node, this node's number, number of nodes, address and port of rank 0, and the arguments
+            of the Python interpreter.
+        environ: The environment to extend.
     """
     num_ranks, node, num_nodes = map(int, arguments[:3])
     master = {"MASTER_ADDR": arguments[3], "MASTER_PORT": arguments[4]}

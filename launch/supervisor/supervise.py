@@ -1,4 +1,4 @@
-"""Starts a run again after failures, until it is finished, stopped, or has failed too often."""
+"""Restarts a run after failures until it is finished, stopped, or out of restarts."""
 
 from __future__ import annotations
 
@@ -13,125 +13,125 @@ from launch.run_folder.checkpoints import newest_checkpoint
 from launch.run_folder.folder import RunFolder
 from launch.run_folder.observe import done_step
 from launch.supervisor.attempt import Attempt, Launch, Report
-from launch.supervisor.requests import Requests, say, write_line
+from launch.supervisor.requests import Requests, log_event, write_line
 
 FIRST_BACKOFF_SECONDS = 1.0
-LONGEST_BACKOFF_SECONDS = 60.0
-INTERRUPTED = "interrupted; the run can go on from its last checkpoint"
+MAX_BACKOFF_SECONDS = 60.0
+INTERRUPTED = "interrupted; the run can continue from its last checkpoint"
 
 
-class Started(Protocol):
-    """An attempt, on one node or on several."""
+class RunningAttempt(Protocol):
+    """An attempt on one node or on several."""
 
     def wait(self, requests: Requests) -> None:
-        """Returns when it is over and none of its processes is left."""
+        """Waits until it is over and none of its processes is left."""
 
     def kill(self) -> None:
         """Kills whatever still runs."""
 
     def close(self) -> Report:
-        """What came of it."""
+        """Returns the report of the attempt."""
 
 
-class Crew(Protocol):
-    """The node, or the nodes, on which a run is started."""
+class Nodes(Protocol):
+    """The node or nodes of a run: `ThisNode` or a `Coordinator`."""
 
-    def start(self, launch: Launch) -> Started:
+    def start(self, launch: Launch) -> RunningAttempt:
         """Starts an attempt. Raises RunError or OSError when that is impossible."""
 
-    def look(self) -> object:
-        """Takes note of what happens while no attempt runs."""
+    def poll(self) -> object:
+        """Handles messages while no attempt runs."""
 
-    def reassemble(self) -> None:
-        """Before a restart: looks for nodes that were lost. Raises RunError when none is left."""
+    def recover_lost_nodes(self) -> None:
+        """Tries to reconnect to lost nodes, before a restart. Raises RunError when no node is left."""
 
 
 class ThisNode:
     """A run on this node alone."""
 
     def start(self, launch: Launch) -> Attempt:
-        """See `Crew`."""
-        return Attempt(launch, say)
+        """See `Nodes`."""
+        return Attempt(launch, log_event)
 
-    def look(self) -> None:
-        """There is nobody to look after."""
+    def poll(self) -> None:
+        """Does nothing: there are no messages."""
 
-    def reassemble(self) -> None:
-        """There is nobody else."""
+    def recover_lost_nodes(self) -> None:
+        """Does nothing: there are no other nodes."""
 
 
-def supervise(crew: Crew, launch: Launch, config: Config, max_restarts: int, requests: Requests) -> int:
-    """Runs to the end, and says why it ended. Returns the exit code."""
+def supervise(nodes: Nodes, launch: Launch, config: Config, max_restarts: int, requests: Requests) -> int:
+    """Runs to the end, with restarts, and logs why it ended. Returns the exit code."""
     folder = RunFolder.of(config)
     last_step = config.train.last_step
     begin = time.time()
     backoff_seconds = FIRST_BACKOFF_SECONDS
     num_restarts = 0
     while True:
-        known = newest_checkpoint(folder.checkpoints)
-        exit_code, reason = run_once(crew, launch, folder, last_step, requests)
+        previous = newest_checkpoint(folder.checkpoints)
+        exit_code, reason = run_once(nodes, launch, folder, last_step, requests)
         if exit_code == EXIT_DONE:
-            say(f"finished: {folder.path}")
+            log_event(f"finished: {folder.path}")
             return EXIT_DONE
         if exit_code == EXIT_STOPPED:
             _, newest = newest_checkpoint(folder.checkpoints)
-            say(f"stopped on request; the same command continues from {newest or 'the start'}")
+            log_event(f"stopped on request; the same command continues from {newest or 'the start'}")
             return EXIT_STOPPED
         if num_restarts == max_restarts or requests or exit_code == EXIT_USAGE:
             write_line(2, f"error: {reason}")
             return exit_code
         num_restarts += 1
-        if newest_checkpoint(folder.checkpoints) != known:
+        if newest_checkpoint(folder.checkpoints) != previous:
             backoff_seconds = FIRST_BACKOFF_SECONDS
-        say(f"failed: {reason}; restart {num_restarts} of {max_restarts} in {backoff_seconds:.0f} s")
-        if not requests.wait(backoff_seconds, crew.look):
-            crew.reassemble()
+        log_event(f"failed: {reason}; restart {num_restarts} of {max_restarts} in {backoff_seconds:.0f} s")
+        if not requests.wait(backoff_seconds, nodes.poll):
+            nodes.recover_lost_nodes()
         if requests:
-            say("stopped on request")
+            log_event("stopped on request")
             return EXIT_STOPPED
-        backoff_seconds = min(2 * backoff_seconds, LONGEST_BACKOFF_SECONDS)
-        launch = restarted(launch, folder, begin)
+        backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
+        launch = launch_for_restart(launch, folder, begin)
 
 
-def run_once(crew: Crew, launch: Launch, folder: RunFolder, last_step: int, requests: Requests) -> tuple[int, str]:
-    """One attempt: its exit code, and in one line why it failed."""
-    report = carry_out(crew, launch, requests)
+def run_once(nodes: Nodes, launch: Launch, folder: RunFolder, last_step: int, requests: Requests) -> tuple[int, str]:
+    """Runs one attempt. Returns its exit code, and in one line why it failed."""
+    report = run_attempt(nodes, launch, requests)
     if EXIT_DONE in report.codes and (done_step(folder.path) or 0) >= last_step:
         return EXIT_DONE, ""
-    # A rank that reports 75 knows of the commit; others may have lost contact when it left.
+    # A rank that reports 75 has seen the commit; others may have lost contact when it left.
     if EXIT_STOPPED in report.codes and (requests or not report.lost_launcher):
         return EXIT_STOPPED, ""
-    if requests.shall_kill:
+    if requests.must_kill:
         return EXIT_FAILURE, INTERRUPTED
     if requests and not report.ranks:
         return EXIT_STOPPED, ""
     return EXIT_USAGE if EXIT_USAGE in report.codes else EXIT_FAILURE, report.failure()
 
 
-def preflight(crew: Crew, launch: Launch, num_ranks: int, requests: Requests) -> int:
+def preflight(nodes: Nodes, launch: Launch, num_ranks: int, requests: Requests) -> int:
     """Runs `launch.preflight`, which prints what it finds. Returns the exit code.
 
     Args:
-        launch: of the preflight.
-        num_ranks: on all nodes together, each of which must find nothing wrong.
+        launch: How to start the preflight.
+        num_ranks: Ranks on all nodes together, all of which must end with code 0.
     """
-    report = carry_out(crew, launch, requests)
+    report = run_attempt(nodes, launch, requests)
     if len(report.outcomes) == num_ranks and report.codes == {EXIT_DONE}:
         return EXIT_DONE
-    if requests.shall_kill:
+    if requests.must_kill:
         write_line(2, f"error: {INTERRUPTED}")
         return EXIT_FAILURE
     if requests:
-        say("stopped on request")
+        log_event("stopped on request")
         return EXIT_STOPPED
     if report.fault or not report.outcomes:
-        write_line(2, f"error: the preflight came to no result: {report.failure()}")
+        write_line(2, f"error: the preflight ended without a result: {report.failure()}")
     return EXIT_FAILURE
 
 
-def carry_out(crew: Crew, launch: Launch, requests: Requests) -> Report:
-    """An attempt from its start to its report; nothing of it is left, whatever happens here."""
-    attempt = crew.start(launch)
+def run_attempt(nodes: Nodes, launch: Launch, requests: Requests) -> Report:
+    """Runs an attempt and returns its report; no process is left, even when an exception is raised."""
+    attempt = nodes.start(launch)
     try:
         attempt.wait(requests)
     finally:
@@ -140,8 +140,8 @@ def carry_out(crew: Crew, launch: Launch, requests: Requests) -> Report:
     return report
 
 
-def restarted(launch: Launch, folder: RunFolder, begin: float) -> Launch:
-    """The launch of a restart, which resumes from a checkpoint that was saved since `begin`, if there is one."""
+def launch_for_restart(launch: Launch, folder: RunFolder, begin: float) -> Launch:
+    """Returns the launch of a restart, which resumes from a checkpoint saved since `begin` if there is one."""
     _, newest = newest_checkpoint(folder.checkpoints)
     has_saved = newest is not None and newest.stat().st_mtime >= begin
     return replace(launch, arguments=restart_arguments(launch.arguments, has_saved))

@@ -1,4 +1,4 @@
-"""A worker: starts its node's launcher for the coordinator, passes signals on, and leaves no process behind."""
+"""The worker on a node: starts the launcher for the coordinator, forwards signals, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import psutil
 
 from launch.distributed.topology import free_port
 from launch.errors import RunError
-from launch.process.stop import LOST_SECONDS
+from launch.process.stop import ORPHAN_GRACE_SECONDS
 from launch.supervisor.attempt import POLL_SECONDS, Attempt, Launch, Report
 from launch.supervisor.node_link import Link, Message
 from launch.supervisor.requests import Requests
 
 
 class Worker:
-    """A node's agent.
+    """The worker of one node.
 
     Args:
-        link: to the head.
-        node: this node's number.
-        limit_seconds: of silence, after which the head counts as lost.
-        requests: signals that this process got; the head is told.
-        own_output: whether the ranks may print where this process does; else its standard output is the link, and they
-            print to its standard error.
-        hello: what else the head is told at the beginning.
+        link: The link to the coordinator.
+        node: This node's number.
+        limit_seconds: The silence after which the coordinator counts as lost.
+        requests: Signals that this process received, which are reported to the coordinator.
+        own_output: Whether the ranks may print to this process's standard output; otherwise that is the link, and they
+            print to standard error.
+        hello: More values for the first message to the coordinator.
 
     Attributes:
-        reason: in one line, why the head did not let this node in; else empty.
+        reason: Why the coordinator refused this node, in one line; empty when it did not.
     """
 
     def __init__(
@@ -43,21 +43,21 @@ class Worker:
         self._link = link
         self._limit_seconds = limit_seconds
         self._requests = requests
-        self._num_told = 0
+        self._num_reported = 0
         self._output = None if own_output else sys.stderr.buffer
         self._exit_code: int | None = None
         self.reason = ""
-        self._shall_end = False
+        self._must_end = False
         self._orphan_since: float | None = None
-        self._is_let_in = False
+        self._is_admitted = False
         self._launch: Launch | None = None
         self._signals: list[int] = []
-        about = {"host": socket.gethostname(), "machine": machine(), "address": own_address(), "port": free_port("")}
+        about = {"host": socket.gethostname(), "machine": machine_id(), "address": own_address(), "port": free_port("")}
         link.send("hello", node=node, **about, **hello)
 
     def serve(self) -> int | None:
-        """Does what the head asks for. Returns the exit code that it leaves with, or None when it was lost."""
-        while not self._shall_leave():
+        """Follows the coordinator's messages. Returns the exit code that it sends, or None when it was lost."""
+        while not self._must_leave():
             if self._launch is not None:
                 self._run(self._launch)
                 self._launch = None
@@ -66,69 +66,69 @@ class Worker:
         return self._exit_code
 
     def _run(self, launch: Launch) -> None:
-        """One attempt, from its start to the report of its end."""
+        """Runs one attempt and reports how it ended."""
         try:
-            attempt = Attempt(launch, self._say, self._output)
+            attempt = Attempt(launch, self._log_event, self._output)
         except (RunError, OSError) as error:
             report = Report(launch.launcher, (), {}, fault=str(error))
         else:
             try:
-                attempt.wait(self._signals, lambda: self._shall_leave() or self._shall_end)
+                attempt.wait(self._signals, lambda: self._must_leave() or self._must_end)
             finally:
                 attempt.kill()
                 report = attempt.close()
         self._link.send("ended", report=report.to_json(), port=free_port(""))
 
-    def _say(self, line: str) -> None:
+    def _log_event(self, line: str) -> None:
         self._link.send("event", line=line)
 
-    def _shall_leave(self) -> bool:
-        """Takes the head's messages; whether the head wants nothing more of this agent, or is lost."""
-        for number in self._requests[self._num_told :]:
+    def _must_leave(self) -> bool:
+        """Exchanges messages; returns whether the coordinator has dismissed this worker or is lost."""
+        for number in self._requests[self._num_reported :]:
             self._link.send("request", number=number)
-            self._num_told += 1
-        is_closed = self._link.is_closed  # before taking the last messages
-        for message in self._link.take():
-            self._hear(message)
+            self._num_reported += 1
+        is_closed = self._link.is_closed  # read before the last messages are received
+        for message in self._link.receive():
+            self._handle(message)
         if self._exit_code is not None or self._link.silent_seconds > self._limit_seconds:
             return True
-        if self._requests and not self._is_let_in:  # who waits for the next start may wait for hours
+        if self._requests and not self._is_admitted:  # the next start may be hours away
             return True
-        return is_closed and self._is_orphaned_too_long()
+        return is_closed and self._grace_is_over()
 
-    def _hear(self, message: Message) -> None:
-        """What comes before a start is about an attempt that has ended; what comes with it is about the new one."""
+    def _handle(self, message: Message) -> None:
+        """Handles a message. A start discards earlier signals and `end` messages, which belong to the last attempt."""
         if message["kind"] == "setup":
             os.environ.update(message["environ"])
-            self._is_let_in = True
+            self._is_admitted = True
         elif message["kind"] == "start":
             self._launch = Launch.from_json(message["launch"])
-            self._signals, self._shall_end = [], False
+            self._signals, self._must_end = [], False
         elif message["kind"] == "signal":
             self._signals.append(message["number"])
         elif message["kind"] == "end":
-            self._shall_end = True
+            self._must_end = True
         elif message["kind"] == "leave":
             self._exit_code, self.reason = message["code"], message.get("reason", "")
 
-    def _is_orphaned_too_long(self) -> bool:
-        """The head has ended without a word. As on a single node, the ranks may save a checkpoint first."""
+    def _grace_is_over(self) -> bool:
+        """After the coordinator has died, lets the ranks save a checkpoint first, as on a single node."""
         if self._orphan_since is None:
             self._orphan_since = time.monotonic()
             self._signals.append(signal.SIGTERM)
-        return self._launch is None or time.monotonic() - self._orphan_since > LOST_SECONDS
+        return self._launch is None or time.monotonic() - self._orphan_since > ORPHAN_GRACE_SECONDS
 
 
-def machine() -> str:
-    """What is the same whichever of its names this host is reached by, and different on others."""
-    boot = ""
+def machine_id() -> str:
+    """Returns an identifier of this host that does not depend on the name by which it was reached."""
+    boot_id = ""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot or own_address()}"
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot_id or own_address()}"
 
 
 def own_address() -> str:
-    """An address of this host that others can reach: where ssh came in, else the first that is not loopback."""
+    """Returns an address at which others reach this host: the one ssh used, else the first that is not loopback."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     addresses = connection[2:3]
     for found in psutil.net_if_addrs().values():

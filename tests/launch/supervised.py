@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from launch.process.lifeline import is_alive
+from launch.process.rank_status import is_alive
 
 PATIENCE_SECONDS = 180.0  # two slow cores, shared
 

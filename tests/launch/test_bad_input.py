@@ -434,7 +434,7 @@ def test_a_bad_token_on_one_rank_leaves_no_traceback_on_the_other(tiny_config: P
     assert "bad.bin: token" in finished.errors
     # torchrun itself prints a traceback after the ranks' own lines.
     assert (
-        "lost contact with another rank, whose message tells why" in finished.errors or "rank 0" not in finished.errors
+        "lost contact with another rank, whose message says why" in finished.errors or "rank 0" not in finished.errors
     )
     assert finished.errors.count("Traceback") == 1
 

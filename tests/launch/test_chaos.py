@@ -93,6 +93,6 @@ def test_only_its_own_folder_is_replaced(tiny_config: Path, tmp_path: Path) -> N
     assert make_folder(config) == parent == tmp_path / "runs/tiny-chaos"
     assert not list(parent.iterdir())
     (parent / "thesis.txt").write_text("")
-    with pytest.raises(ValueError, match=r"holds thesis\.txt"):
+    with pytest.raises(ValueError, match=r"contains thesis\.txt"):
         make_folder(config)
     assert yaml.safe_load(tiny_config.read_text())["run"]["name"] == "tiny"

@@ -1,4 +1,4 @@
-"""What decides about several nodes: hostfiles, options, messages, requests, reports; and an agent with a head."""
+"""Runs on several nodes: hostfiles, options, messages, requests and reports; workers and the coordinator."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ from hypothesis import strategies as st
 from configs.errors import ConfigError
 from launch.distributed.topology import detect_topology
 from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, RunError
-from launch.process.lifeline import RankOutcome
+from launch.process.rank_status import RankOutcome
 from launch.run import parse_arguments
 from launch.supervisor.attempt import POLL_SECONDS, SPAWN, Launch, Place, Report
+from launch.supervisor.coordinator import Coordinator, is_failure
 from launch.supervisor.hostfile import Host, parse_hostfile, read_hostfile
 from launch.supervisor.node_link import LineReader, Link, encode
 from launch.supervisor.node_options import NodeChoice, choose_nodes, first_of_nodelist
-from launch.supervisor.node_transport import Line, handed_over, parse_environment, socket_link, ssh_command
-from launch.supervisor.nodes import Nodes, is_failure
+from launch.supervisor.node_transport import (
+    WorkerConnection,
+    forwarded_variables,
+    parse_environment,
+    socket_link,
+    ssh_command,
+)
 from launch.supervisor.requests import Requests
 from launch.supervisor.spawn import rank_environment
 from launch.supervisor.worker import Worker
@@ -62,17 +68,17 @@ def test_any_hostfile_is_read_or_explained(text: str) -> None:
     assert len({host.name for host in hosts}) == len(hosts) and len({host.slots for host in hosts}) <= 1
 
 
-def test_all_faults_of_a_hostfile_are_told(tmp_path: Path) -> None:
+def test_all_problems_of_a_hostfile_are_reported(tmp_path: Path) -> None:
     text = "a slots=2\nb slots=4\na slots=2\nc\n-oProxyCommand=x slots=2\n"
     with pytest.raises(ConfigError) as caught:
         parse_hostfile(text, "hosts")
     assert list(caught.value.problems) == [
-        "hosts:3: a stands in line 1 already; remove one of them",
+        "hosts:3: a is already in line 1; remove one of them",
         "hosts:4: 'c' is not `NAME slots=N`, e.g. `gpu-node-1 slots=8`",
         "hosts:5: '-oProxyCommand=x slots=2' is not `NAME slots=N`, e.g. `gpu-node-1 slots=8`",
         "hosts:2: b has 4 slots and a has 2; every host must have the same number of ranks",
     ]
-    with pytest.raises(ConfigError, match="no host in it"):
+    with pytest.raises(ConfigError, match="has no hosts"):
         parse_hostfile("\n# nobody\n", "hosts")
     with pytest.raises(ConfigError, match=r"--hostfile .*: cannot be read: No such file or directory"):
         read_hostfile(str(tmp_path / "nowhere"))
@@ -81,7 +87,7 @@ def test_all_faults_of_a_hostfile_are_told(tmp_path: Path) -> None:
 
 
 def test_hostfiles_of_other_systems(tmp_path: Path) -> None:
-    """With Windows' line ends and mark at the beginning; and what is no text at all."""
+    """With Windows' line ends and byte-order mark; and files that are not text."""
     path = tmp_path / "hosts"
     path.write_bytes(b"\xef\xbb\xbfa slots=2\r\n2001:db8::1\tslots=2\r\n")
     assert read_hostfile(str(path)) == [Host("a", 2), Host("2001:db8::1", 2)]
@@ -109,7 +115,7 @@ def test_messages_arrive_however_the_stream_is_cut(messages: list[Any], cuts: li
     reader = LineReader()
     found = [message for begin, end in itertools.pairwise(edges) for message in reader.feed(stream[begin:end])]
     assert found == messages
-    assert reader.noise == (noise.decode().strip() if messages else "")
+    assert reader.last_unparsed == (noise.decode().strip() if messages else "")
 
 
 def test_a_signal_to_several_nodes_is_one_request() -> None:
@@ -120,9 +126,9 @@ def test_a_signal_to_several_nodes_is_one_request() -> None:
     assert requests == [signal.SIGUSR1]
     requests.add(signal.SIGINT, "b")
     requests.add(signal.SIGINT)
-    assert requests == [signal.SIGUSR1, signal.SIGINT] and not requests.shall_kill
+    assert requests == [signal.SIGUSR1, signal.SIGINT] and not requests.must_kill
     requests.add(signal.SIGINT)
-    assert requests == [signal.SIGUSR1, signal.SIGINT, signal.SIGINT] and requests.shall_kill
+    assert requests == [signal.SIGUSR1, signal.SIGINT, signal.SIGINT] and requests.must_kill
     assert lines == [
         "got SIGUSR1; forwarding it to every rank",
         "got SIGINT on b; forwarding it to every rank",
@@ -165,7 +171,11 @@ def test_nodes_come_from_options_a_hostfile_or_srun(tmp_path: Path) -> None:
         (["--nodes", "0"], {}, ["--nodes 0: expected at least 1"]),
         (["--node-rank", "1", "--master-addr", "a"], {}, ["--node-rank 1: needs --nodes", "--master-addr a: needs"]),
         (["--launcher", "python", "--nodes", "2", "--node-rank", "0", "--master-addr", "a"], {}, ["--launcher python"]),
-        (["--hostfile", "/nowhere", "--nodes", "2"], {}, ["--nodes 2: cannot be used", "--hostfile /nowhere: cannot"]),
+        (
+            ["--hostfile", "/nowhere", "--nodes", "2"],
+            {},
+            ["--nodes 2: cannot be combined", "--hostfile /nowhere: cannot"],
+        ),
         (["--nodes", "2", "--node-rank", "1"], SRUN, ["--nodes 2 contradicts srun", "--node-rank 1 contradicts srun"]),
         ([], {**SRUN, "SLURM_STEP_NUM_TASKS": "8"}, ["SLURM_STEP_NUM_TASKS=8 on SLURM_STEP_NUM_NODES=4 nodes"]),
         ([], {**SRUN, "SLURM_NODEID": "x"}, ["SLURM_STEP_NUM_TASKS, SLURM_STEP_NUM_NODES, SLURM_NODEID"]),
@@ -175,7 +185,7 @@ def test_nodes_come_from_options_a_hostfile_or_srun(tmp_path: Path) -> None:
         (["--nodes", "1", "--master-port", "70000"], {}, ["--master-port 70000: not a port"]),
     ],
 )
-def test_contradictions_are_told(arguments: list[str], environ: Mapping[str, str], problems: list[str]) -> None:
+def test_contradictions_are_reported(arguments: list[str], environ: Mapping[str, str], problems: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         choose_nodes(options(*arguments), environ)
     assert len(caught.value.problems) == len(problems)
@@ -196,7 +206,7 @@ def test_variables_for_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "MINE": os.fsdecode(b"\xff"),
         "PYTHONPATH": f"{ROOT}:/lib",
     }
-    assert handed_over(environ) == expected
+    assert forwarded_variables(environ) == expected
 
 
 def test_a_remote_shell_sees_the_folder_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,25 +261,25 @@ def test_reports_of_all_nodes_become_one() -> None:
     assert Report.merge([good, silent]).failure() == "rank 1 was killed or crashed"
     lost = Report.merge([stopped], "lost b: no answer for 60 s")
     assert lost.failure() == "lost b: no answer for 60 s"
-    assert lost.lost_launcher  # what a rank saved then was no answer to a request
+    assert lost.lost_launcher  # so that a checkpoint saved then does not count as a requested stop
 
 
-class Played:
-    """A head that a test plays, and a real agent in a thread."""
+class FakeCoordinator:
+    """A coordinator that a test plays, and a real worker in a thread."""
 
     def __init__(self) -> None:
         here, there = socket.socketpair()
         self.link: Link = socket_link(here)
         self.requests = Requests()
-        agent = Worker(socket_link(there), 1, 60, self.requests, own_output=True)
+        worker = Worker(socket_link(there), 1, 60, self.requests, own_output=True)
         self.codes: list[int | None] = []
-        self.thread = threading.Thread(target=lambda: self.codes.append(agent.serve()))
+        self.thread = threading.Thread(target=lambda: self.codes.append(worker.serve()))
         self.thread.start()
 
     def wait_for(self, kind: str) -> dict[str, Any]:
         end = time.monotonic() + 60
         while time.monotonic() < end:
-            for message in self.link.take():
+            for message in self.link.receive():
                 if message["kind"] == kind:
                     return message
             time.sleep(0.01)
@@ -280,71 +290,71 @@ class Played:
 
 
 def server_launch() -> Launch:
-    """A rank that does not end by itself."""
+    """Returns the launch of a rank that does not end by itself."""
     return Launch(SPAWN, 1, ("--bind", "127.0.0.1", "0"), "http.server", Place(0, 1, "127.0.0.1", 1))
 
 
-def test_an_agent_does_what_the_head_says() -> None:
-    """A launcher that cannot be found, a rank that fails, one that is ended, and leaving; requests reach the head."""
-    head = Played()
-    hello = head.wait_for("hello")
+def test_a_worker_follows_the_coordinator() -> None:
+    """A missing launcher, a rank that fails, one that is killed, and leaving; requests reach the coordinator."""
+    coordinator = FakeCoordinator()
+    hello = coordinator.wait_for("hello")
     assert hello["node"] == 1 and hello["host"] == socket.gethostname()
-    head.link.send("setup", environ={})
+    coordinator.link.send("setup", environ={})
     time.sleep(3 * POLL_SECONDS)
-    head.requests.add(signal.SIGUSR1)
-    assert head.wait_for("request")["number"] == signal.SIGUSR1
-    head.start(Launch("nowhere", 1, ()))
-    assert head.wait_for("ended")["report"]["fault"].startswith("--launcher nowhere: no such program")
-    head.start(Launch(SPAWN, 1, (), "launch.nowhere", Place(0, 1, "127.0.0.1", 1)))
-    report = head.wait_for("ended")["report"]
+    coordinator.requests.add(signal.SIGUSR1)
+    assert coordinator.wait_for("request")["number"] == signal.SIGUSR1
+    coordinator.start(Launch("nowhere", 1, ()))
+    assert coordinator.wait_for("ended")["report"]["fault"].startswith("--launcher nowhere: no such program")
+    coordinator.start(Launch(SPAWN, 1, (), "launch.nowhere", Place(0, 1, "127.0.0.1", 1)))
+    report = coordinator.wait_for("ended")["report"]
     assert (report["launcher_code"], report["outcomes"]) == (1, {})
-    head.start(server_launch())
-    assert head.wait_for("event")["line"].startswith("started spawn")
-    head.link.send("end")
-    assert head.wait_for("ended")["report"]["launcher_code"] is None
-    head.link.send("end")  # too late: it must not be taken for the next attempt's, nor for a farewell
+    coordinator.start(server_launch())
+    assert coordinator.wait_for("event")["line"].startswith("started spawn")
+    coordinator.link.send("end")
+    assert coordinator.wait_for("ended")["report"]["launcher_code"] is None
+    coordinator.link.send("end")  # too late: it must not end the next attempt or the worker
     time.sleep(3 * POLL_SECONDS)
-    head.start(server_launch())
-    assert head.wait_for("event")["line"].startswith("started spawn")
-    head.link.send("signal", number=signal.SIGTERM)
-    head.wait_for("ended")
-    head.link.send("leave", code=EXIT_STOPPED)
-    head.thread.join(30)
-    assert head.codes == [EXIT_STOPPED]
+    coordinator.start(server_launch())
+    assert coordinator.wait_for("event")["line"].startswith("started spawn")
+    coordinator.link.send("signal", number=signal.SIGTERM)
+    coordinator.wait_for("ended")
+    coordinator.link.send("leave", code=EXIT_STOPPED)
+    coordinator.thread.join(30)
+    assert coordinator.codes == [EXIT_STOPPED]
 
 
 @pytest.mark.parametrize("more", [{"kind": "signal", "number": signal.SIGTERM}, {"kind": "end"}])
-def test_what_comes_with_a_start_is_about_it(more: dict[str, Any]) -> None:
-    """An agent may see both at once; this rank would not end by itself."""
+def test_messages_received_with_a_start_apply_to_it(more: dict[str, Any]) -> None:
+    """A worker may receive both at once; this rank would not end by itself."""
     here, there = socket.socketpair()
     here.sendall(encode({"kind": "start", "launch": server_launch().to_json()}) + encode(more))
-    agent = Worker(socket_link(there), 0, 5, Requests(), own_output=True)
-    head = socket_link(here)
-    thread = threading.Thread(target=agent.serve)
+    worker = Worker(socket_link(there), 0, 5, Requests(), own_output=True)
+    coordinator = socket_link(here)
+    thread = threading.Thread(target=worker.serve)
     thread.start()
     end, kinds = time.monotonic() + 20, [""]
     while "ended" not in kinds and time.monotonic() < end:
-        kinds += [message["kind"] for message in head.take()]
+        kinds += [message["kind"] for message in coordinator.receive()]
         time.sleep(0.01)
-    head.send("leave", code=0)
+    coordinator.send("leave", code=0)
     thread.join(30)
     assert "ended" in kinds
 
 
-def test_an_agent_whose_head_has_gone_leaves() -> None:
-    head = Played()
-    head.link.close()
-    head.thread.join(30)
-    assert head.codes == [None]
+def test_a_worker_leaves_when_the_coordinator_has_ended() -> None:
+    coordinator = FakeCoordinator()
+    coordinator.link.close()
+    coordinator.thread.join(30)
+    assert coordinator.codes == [None]
 
 
-def test_an_agent_whose_head_is_silent_ends_its_ranks() -> None:
-    """This head sends a start, and then not even beats."""
+def test_a_worker_ends_its_ranks_when_the_coordinator_is_silent() -> None:
+    """The coordinator sends a start, and then not even heartbeats."""
     here, there = socket.socketpair()
-    agent = Worker(socket_link(there), 0, 4, Requests(), own_output=True)
+    worker = Worker(socket_link(there), 0, 4, Requests(), own_output=True)
     here.sendall(encode({"kind": "start", "launch": server_launch().to_json()}))
     begin = time.monotonic()
-    assert agent.serve() is None
+    assert worker.serve() is None
     assert 4 <= time.monotonic() - begin < 30
     heard = LineReader().feed(here.recv(1 << 16))
     (ended,) = [message for message in heard if message["kind"] == "ended"]
@@ -353,7 +363,7 @@ def test_an_agent_whose_head_is_silent_ends_its_ranks() -> None:
 
 
 class Wires:
-    """A transport to agents in threads of this process, which were called with these arguments."""
+    """A transport to workers in threads of this process, which were started with these arguments."""
 
     variables: Mapping[str, str] = {}
 
@@ -361,119 +371,119 @@ class Wires:
         self.limit_seconds, self.listens = limit_seconds, listens
         self.calling: list[socket.socket] = []
         self.arguments = arguments
-        self.agents: list[Worker] = []
+        self.workers: list[Worker] = []
         self.codes: dict[int, int | None] = {}
         self.threads: list[threading.Thread] = []
 
-    def start(self, missing: Sequence[int]) -> list[Line]:
+    def start(self, missing: Sequence[int]) -> list[WorkerConnection]:
         return [self._start(node) for node in missing]
 
     def call(self, node: int) -> None:
-        """An agent that comes by itself."""
+        """Starts a worker that connects by itself."""
         here, there = socket.socketpair()
         self.calling.append(here)
         self._serve(node, there)
 
-    def arrivals(self) -> list[Line]:
-        lines = [Line(socket_link(here)) for here in self.calling]
+    def accept(self) -> list[WorkerConnection]:
+        lines = [WorkerConnection(socket_link(here)) for here in self.calling]
         self.calling.clear()
         return lines
 
-    def complain(self, node: int, words: str) -> str:
-        return f"node {node} did not come"
+    def describe_failure(self, node: int, last_output: str) -> str:
+        return f"node {node} did not connect"
 
     def close(self) -> None:
         for thread in self.threads:
             thread.join(30)
 
-    def _start(self, node: int) -> Line:
+    def _start(self, node: int) -> WorkerConnection:
         here, there = socket.socketpair()
         self._serve(node, there)
-        return Line(socket_link(here), node)
+        return WorkerConnection(socket_link(here), node)
 
     def _serve(self, node: int, there: socket.socket) -> None:
         link, arguments = socket_link(there), self.arguments[node]
-        self.requests = Requests()  # of the agent that came last
-        agent = Worker(link, node, self.limit_seconds, self.requests, own_output=True, arguments=arguments)
-        self.agents.append(agent)
-        self.threads.append(threading.Thread(target=lambda: self.codes.update({node: agent.serve()})))
+        self.requests = Requests()  # of the latest worker
+        worker = Worker(link, node, self.limit_seconds, self.requests, own_output=True, arguments=arguments)
+        self.workers.append(worker)
+        self.threads.append(threading.Thread(target=lambda: self.codes.update({node: worker.serve()})))
         self.threads[-1].start()
 
 
-def test_nodes_that_are_not_let_in_are_told_why() -> None:
-    """Two names of one host, and other arguments than node 0 has."""
+def test_refused_nodes_are_told_why() -> None:
+    """Two names of one host, and arguments that differ from node 0's."""
     wires = Wires([], [])
-    nodes = Nodes(["a", "b"], wires, 60, Requests(), print)
-    (problem,) = nodes.gather(30)
-    nodes.leave(EXIT_FAILURE)
+    nodes = Coordinator(["a", "b"], wires, 60, Requests(), print)
+    (problem,) = nodes.wait_for_nodes(30)
+    nodes.shut_down(EXIT_FAILURE)
     host, both = socket.gethostname(), {"a", "b"}
     (present,) = both - {problem[0]}
-    assert problem == f"{problem[0]}: is the host {host}, as {present} is; remove one of them from the hostfile"
-    assert sorted(agent.reason for agent in wires.agents) == ["", problem]
+    assert problem == f"{problem[0]}: is the same host ({host}) as {present}; remove one of them from the hostfile"
+    assert sorted(worker.reason for worker in wires.workers) == ["", problem]
     assert sorted(wires.codes.values(), key=str) == [EXIT_FAILURE, EXIT_USAGE]
 
     ours = ["x.yaml", "a=1", "--num-ranks 8"]
     wires = Wires(ours, ["x.yaml", "a=1", "--num-ranks 4"], ["x.yaml", "b=2", *ours[1:]], [*ours[1:], ours[0]])
     lines: list[str] = []
-    nodes = Nodes([""] * 4, wires, 60, Requests(), lines.append, wires.arguments[0])
-    problems = nodes.gather(30)
-    nodes.leave(EXIT_FAILURE)
+    nodes = Coordinator([""] * 4, wires, 60, Requests(), lines.append, wires.arguments[0])
+    problems = nodes.wait_for_nodes(30)
+    nodes.shut_down(EXIT_FAILURE)
     begins = [f"{host}: node 1 has --num-ranks 4 where node 0 has --num-ranks 8; use the same command on all"]
     begins += [f"{host}: node 2 has b=2 where node 0 has nothing; use the same command on all"]
     begins += [f"{host}: node 3 has its arguments in another order; use the same command on all"]
     for problem, begin in zip(problems, begins, strict=True):
         assert problem.startswith(begin)
-    assert lines == []  # each is told once, by the caller
+    assert lines == []  # each is printed once, by the caller
 
     here, there = socket.socketpair()
     there.sendall(encode({"kind": "hello", "node": 0}))
     wires = Wires()
-    wires.start = lambda missing: [Line(socket_link(here), 0)]  # type: ignore[method-assign]
-    (problem,) = Nodes(["a"], wires, 60, Requests(), print).gather(30)
-    assert problem == "a: its agent is of another revision of the project; bring it to the same one"
+    wires.start = lambda missing: [WorkerConnection(socket_link(here), 0)]  # type: ignore[method-assign]
+    (problem,) = Coordinator(["a"], wires, 60, Requests(), print).wait_for_nodes(30)
+    assert problem == "a: its worker runs another revision of the project; bring it to the same one"
 
 
-def test_an_attempt_that_is_ended_costs_no_node() -> None:
+def test_killing_an_attempt_loses_no_node() -> None:
     lines: list[str] = []
-    nodes = Nodes(["", ""], Wires([], []), 60, Requests(), lines.append)
-    assert nodes.gather(30) == []
+    nodes = Coordinator(["", ""], Wires([], []), 60, Requests(), lines.append)
+    assert nodes.wait_for_nodes(30) == []
     for _ in range(2):
         attempt = nodes.start(server_launch())
         end = time.monotonic() + 30
         while sum("started spawn" in line for line in lines) < 2 and time.monotonic() < end:
-            nodes.look()
+            nodes.poll()
             time.sleep(0.01)
         attempt.kill()
         assert attempt.close().fault == ""
         time.sleep(3 * POLL_SECONDS)
-        assert nodes.look() == []
+        assert nodes.poll() == []
         assert len(lines) == 2 and all("started spawn" in line for line in lines)
         lines.clear()
-    nodes.leave(EXIT_DONE)
+    nodes.shut_down(EXIT_DONE)
 
 
-def test_who_comes_while_others_work_waits_for_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For longer than it would bear silence; and whoever still waits at the end is let go like the others."""
+def test_a_worker_that_connects_during_an_attempt_waits_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for longer than its limit of silence; one that still waits at the end is dismissed like the others."""
     lines: list[str] = []
     wires = Wires([], [], [], limit_seconds=3, listens=True)
     monkeypatch.setattr(wires, "start", lambda missing: [])
-    nodes = Nodes(["", ""], wires, 60, Requests(), lines.append)
+    nodes = Coordinator(["", ""], wires, 60, Requests(), lines.append)
     wires.call(0)
-    assert nodes.gather(2) == ["node 1 did not come"]
+    assert nodes.wait_for_nodes(2) == ["node 1 did not connect"]
     wires.call(1)
     end = time.monotonic() + 5
     while time.monotonic() < end:
-        nodes.look()
+        nodes.poll()
         time.sleep(POLL_SECONDS)
     assert wires.codes == {}
-    nodes.reassemble()
+    nodes.recover_lost_nodes()
     assert [node.number for node in nodes.present] == [0, 1] and lines[-1].endswith(" is back")
     wires.call(2)
-    nodes.look()
-    wires.requests.add(signal.SIGTERM)  # to one that waits: it need not wait
+    nodes.poll()
+    wires.requests.add(signal.SIGTERM)  # a worker that waits may leave at once
     wires.threads[-1].join(10)
     assert wires.codes == {2: None}
     wires.call(2)
-    nodes.look()
-    nodes.leave(EXIT_DONE)
+    nodes.poll()
+    nodes.shut_down(EXIT_DONE)
     assert wires.codes == {0: EXIT_DONE, 1: EXIT_DONE, 2: EXIT_DONE}

@@ -139,20 +139,21 @@ def test_one_node_differs_in_everything(nodes: list[Node], config: dict[str, Any
     planned = load_config(odd.folder / "run.yaml")
     need = plan_memory(model_sizes(planned), planned, 1, len(nodes), on_gpu=False).peak
     versions = [line for line in first.errors.splitlines() if " versions " in line]
-    assert versions[0].startswith(there + f"other versions than node 0 ({HOST}): numpy 9.9.9 instead of ")
+    assert versions[0].startswith(there + f"different versions than node 0 ({HOST}): numpy 9.9.9 instead of ")
     assert versions[0].endswith("; install the same ones (bash launch/setup.sh)")
     assert [line for line in first.errors.splitlines() if line not in versions] == [
-        there + f"other source code than node 0 ({HOST}): launch/mine.py, launch/planning/plan.py; bring it to the "
+        there + f"different source code than node 0 ({HOST}): launch/mine.py, launch/planning/plan.py; check out the "
         "same revision",
-        there + f"other configuration than node 0 ({HOST}): optim.lr is 0.1 instead of 0.005; use the same file and "
-        "arguments",
-        there + f"other data than node 0 ({HOST}): data.sources.0 (by manifest, or sizes and samples of files); copy "
+        there + f"different configuration than node 0 ({HOST}): optim.lr is 0.1 instead of 0.005; use the same file "
+        "and arguments",
+        there + f"different data than node 0 ({HOST}): data.sources.0 (by manifest, or file sizes and samples); copy "
         "it again",
-        there + f"0.0001 GB of memory are free, and the run needs about {need / 1e9:.3g} GB; end what else uses it, or "
+        there
+        + f"0.0001 GB of memory are free, but the run needs about {need / 1e9:.3g} GB; stop what else uses it, or "
         "set a higher deepspeed.zero_stage, train.activation_checkpointing or a lower train.micro_batch_size",
         there + "its clock is 100 s ahead of the others'; synchronise it (chronyd or systemd-timesyncd)",
-        there + f"run.dir: runs is not the folder that node 0 ({HOST}) has under that name; mount the same one on "
-        "every node, or name it by its full path",
+        there + f"run.dir: runs is not the folder that node 0 ({HOST}) has at that path; mount the same one on "
+        "every node, or use its absolute path",
     ]
 
 
@@ -174,22 +175,22 @@ def test_what_is_wrong_on_one_node_alone(nodes: list[Node], config: dict[str, An
         f"error: node 1 ({HOST}): data.sources.0.path: shards/train: neither a folder of shards nor the prefix "
         "of a .bin/.idx pair",
         f"error: node 2 ({HOST}): optim.lrr: unknown key; did you mean optim.lr?",
-        f"error: node 0 ({HOST}): run.dir: 0.001 GB are free, and 3 checkpoints of 0.000444 GB "
-        "(checkpoint.keep_last and the one being written) need 0.00133 GB more; free the disk or choose another "
+        f"error: node 0 ({HOST}): run.dir: 0.001 GB are free, but 3 checkpoints of 0.000444 GB "
+        "(checkpoint.keep_last and the one being written) need 0.00133 GB more; free disk space or choose another "
         "run.dir",
     ]
     assert lines[3] == (
-        f"error: node 0 ({HOST}): run.dir: run.yaml/runs cannot be written: Not a directory; give this user the right "
-        "to write there, or choose another run.dir"
+        f"error: node 0 ({HOST}): run.dir: run.yaml/runs cannot be written: Not a directory; give this user write "
+        "permission, or choose another run.dir"
     )
     assert lines[4].startswith(
-        f"error: node 0 ({HOST}), node 1 ({HOST}), node 2 ({HOST}): the all-reduce over all ranks fails: "
+        f"error: node 0 ({HOST}), node 1 ({HOST}), node 2 ({HOST}): the all-reduce over all ranks failed: "
     )
     assert "nowhere" in lines[4]
     assert len(lines) == 5
 
 
-def test_ranks_that_do_not_meet(nodes: list[Node], config: dict[str, Any]) -> None:
+def test_ranks_that_cannot_reach_each_other(nodes: list[Node], config: dict[str, Any]) -> None:
     """A busy port, a rank that is not there, and a rank 0 that is not there; a launcher's contradiction."""
     nodes[0].write(config)
     with socket.socket() as listener:
@@ -206,11 +207,12 @@ def test_ranks_that_do_not_meet(nodes: list[Node], config: dict[str, Any]) -> No
         ended = [finish(one) for one in (busy_rank, alone, lost, wrong)]
     assert [one.code for one in ended] == [1, 1, 1, 1]
     assert [one.errors for one in ended] == [
-        f"error: node 0 ({HOST}): MASTER_PORT={busy} is in use; end what listens there or choose another port\n",
-        "error: rank 1 of 2 did not report within 2 s; see what was printed on their nodes, and whether the "
-        "launcher has started them\n",
+        f"error: node 0 ({HOST}): MASTER_PORT={busy} is in use; stop the process that listens there, or "
+        "choose another port\n",
+        "error: rank 1 of 2 did not report within 2 s; check the output on their nodes, and whether the launcher has "
+        "started them\n",
         f"error: node 1 ({HOST}): rank 0 cannot be reached at MASTER_ADDR=127.0.0.1 MASTER_PORT={silent} within "
-        "2 s; see whether it runs, whether the address is its node's, and the firewall\n",
+        "2 s; check that it runs, that the address is its node's, and the firewall\n",
         "error: RANK=2 is not in 0..WORLD_SIZE-1 with WORLD_SIZE=2\n",
     ]
 
@@ -243,8 +245,8 @@ def on_nodes(*changes: dict[str, Any]) -> list[RankFacts]:
 def test_the_odd_one_out_is_named_even_when_it_is_the_first() -> None:
     odd = {"sources": {f"model/{name}.py": "2" for name in "vwxyz"}}
     assert find_problems(on_nodes(odd, {}, {})) == [
-        "node 0 (a): other source code than node 1 (b): model/v.py, model/w.py, model/x.py and 3 more; bring it to the "
-        "same revision"
+        "node 0 (a): different source code than node 1 (b): model/v.py, model/w.py, model/x.py and 3 more; check out "
+        "the same revision"
     ]
     assert find_problems(on_nodes({}, {}, {})) == []
 
@@ -253,12 +255,12 @@ def test_gpus_and_names_that_stand_for_loopback() -> None:
     gpu = {"device": "NVIDIA H200", "memory": Need(60e9, 1, 0, 20e9)}
     facts = on_nodes({**gpu, "memory": Need(60e9, 1, 0, 80e9)}, gpu, {"loopback": "127.0.1.1"})
     assert find_problems(facts) == [
-        "node 2 (c): no GPU is to be seen, while node 0 (a) has one; look at nvidia-smi and CUDA_VISIBLE_DEVICES",
-        "node 1 (b): 20 GB of memory of rank 1's NVIDIA H200 are free, and the run needs about 60 GB; end what else "
+        "node 2 (c): no GPU is visible, while node 0 (a) has one; check nvidia-smi and CUDA_VISIBLE_DEVICES",
+        "node 1 (b): 20 GB of memory of rank 1's NVIDIA H200 are free, but the run needs about 60 GB; stop what else "
         "uses it, or set a higher deepspeed.zero_stage, train.activation_checkpointing or a lower "
         "train.micro_batch_size",
-        "node 2 (c): its name stands for 127.0.1.1, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the "
-        "network's interface, or mend /etc/hosts",
+        "node 2 (c): its host name resolves to 127.0.1.1, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to "
+        "the network's interface, or fix /etc/hosts",
     ]
     assert not can_communicate(facts)
     assert can_communicate([FACTS, replace(FACTS, rank=1, loopback="127.0.1.1")])  # one host
@@ -266,7 +268,7 @@ def test_gpus_and_names_that_stand_for_loopback() -> None:
     shared = {"device": "NVIDIA H200", "device_id": "x"}
     facts = on_nodes(shared, {**shared, "device_id": "y"}, shared)
     assert find_problems(facts) == [
-        "node 0 (a), node 2 (c): ranks 0, 2 share one NVIDIA H200; start one rank for each GPU, and look at "
+        "node 0 (a), node 2 (c): ranks 0, 2 share one NVIDIA H200; start one rank for each GPU, and check "
         "CUDA_VISIBLE_DEVICES"
     ]
     assert not can_communicate(facts)
@@ -282,10 +284,10 @@ def test_a_node_that_cannot_write_and_a_network_of_which_a_part_fails() -> None:
     reports[0]["network"] = reports[2]["network"] = "no answer within 30 s"
     assert find_reported_problems(on_nodes({}, {}, {}), reports, "/runs", None) == [
         "node 1 (b): its clock is 7 s behind the others'; synchronise it (chronyd or systemd-timesyncd)",
-        "node 1 (b): run.dir: /runs cannot be written: Read-only file system; give this user the right to write there, "
+        "node 1 (b): run.dir: /runs cannot be written: Read-only file system; give this user write permission, "
         "or choose another run.dir",
-        "node 0 (a), node 2 (c): the all-reduce over all ranks fails: no answer within 30 s; look at the firewall "
-        "between the nodes, and at NCCL_SOCKET_IFNAME or, on CPU, GLOO_SOCKET_IFNAME",
+        "node 0 (a), node 2 (c): the all-reduce over all ranks failed: no answer within 30 s; check the firewall "
+        "between the nodes, and NCCL_SOCKET_IFNAME or, on CPU, GLOO_SOCKET_IFNAME",
     ]
 
 
@@ -300,8 +302,8 @@ def test_a_file_of_another_size_than_the_manifest_says(tmp_path: Path) -> None:
     with pytest.raises(RunError) as raised:
         describe_source("data.sources.0", source)
     assert str(raised.value) == (
-        f"data.sources.0: {tmp_path}/shard.idx has {size + 1:,} bytes, and {size:,} by its manifest; "
-        "copy the data again"
+        f"data.sources.0: {tmp_path}/shard.idx has {size + 1:,} bytes instead of {size:,} as in the manifest; copy the "
+        "data again"
     )
     write_shard(tmp_path / "shard", seed=2)
     write_manifest(tmp_path, ["shard"])

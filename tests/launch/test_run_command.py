@@ -1,4 +1,4 @@
-"""`launch.run`: signals, exit codes, restarts, and no process left, whoever dies."""
+"""`launch.run`: signals, exit codes, restarts, and no process left behind, whichever process dies."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import psutil
 import pytest
 
 from launch.errors import EXIT_STOPPED
-from launch.process.lifeline import (
+from launch.process.rank_status import (
     RankOutcome,
-    announce_rank,
-    find_guardians,
+    find_watched_parents,
     is_alive,
-    read_announcements,
     read_outcomes,
+    read_registered_ranks,
+    register_rank,
     report_outcome,
 )
 from launch.run_folder.checkpoints import list_checkpoints, newest_checkpoint
 from launch.run_folder.folder import RunFolder
 from launch.run_folder.observe import Progress, done_step
 from launch.supervisor.attempt import Launch
-from launch.supervisor.supervise import restarted
+from launch.supervisor.supervise import launch_for_restart
 from tests.conftest import finish, launcher_command, python, read_metrics, start
 from tests.launch.supervised import (
     parent_of,
@@ -55,8 +55,8 @@ def test_help_is_fast_and_needs_no_torch() -> None:
     [
         (["optim.lrr=1"], "error: optim.lrr: unknown key; did you mean optim.lr?"),
         (["--launcher", "python", "--num-ranks", "2"], "--launcher python starts one rank"),
-        (["--num-ranks", "0"], "'0' is not a whole number from 1 on"),
-        (["--max-restarts", "-1"], "'-1' is not a whole number from 0 on"),
+        (["--num-ranks", "0"], "'0' is not a whole number; expected 1 or more"),
+        (["--max-restarts", "-1"], "'-1' is not a whole number; expected 0 or more"),
     ],
 )
 def test_wrong_usage_starts_nothing(arguments: list[str], message: str, tiny_config: Path, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_killed_rank_restarts_the_run_and_a_signal_reaches_every_rank(tiny_con
     assert finished.code == EXIT_STOPPED, finished.output + finished.errors
     assert "failed: rank 1 was killed or crashed; restart 1 of 1 in 1 s" in finished.output
     assert finished.output.count("got SIGTERM; forwarding it to every rank") == 1
-    assert finished.output.count("SIGTERM: stopping after a checkpoint") == 1  # rank 0 speaks
+    assert finished.output.count("SIGTERM: stopping after a checkpoint") == 1  # only rank 0 prints
     assert finished.output.count("stopped on request; the same command continues from") == 1
     assert not any(map(is_alive, [*ranks.values(), *again.values()]))
     last, _ = list_checkpoints(folder / "checkpoints")[-1]
@@ -96,7 +96,7 @@ def test_a_killed_rank_restarts_the_run_and_a_signal_reaches_every_rank(tiny_con
 
 
 def test_a_second_sigint_kills_at_once(tiny_config: Path, tmp_path: Path) -> None:
-    """Here while a rank stands still, so that no checkpoint can come to its end."""
+    """While a rank is suspended, so that no checkpoint can complete."""
     process = start(supervisor_command("torchrun", 2, tiny_config, *ENDLESS, restarts=3))
     ranks = wait_for_ranks(process, 2)
     wait_for_steps(process, tmp_path / "runs/tiny", 3)
@@ -109,11 +109,11 @@ def test_a_second_sigint_kills_at_once(tiny_config: Path, tmp_path: Path) -> Non
     finished = finish(process, timeout=60)
     assert time.monotonic() - begin < 15
     assert finished.code == 1
-    assert finished.errors.splitlines()[-1] == "error: interrupted; the run can go on from its last checkpoint"
+    assert finished.errors.splitlines()[-1] == "error: interrupted; the run can continue from its last checkpoint"
     assert not any(map(is_alive, ranks.values()))
 
 
-def test_a_run_whose_output_nobody_reads_any_more_stops_with_a_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
+def test_a_run_whose_output_is_closed_stops_with_a_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
     """Ctrl-C in `launch.run … | tee log` ends `tee` as well."""
     process = start(supervisor_command("python", 1, tiny_config, *ENDLESS))
     wait_for_steps(process, tmp_path / "runs/tiny", 3)
@@ -126,7 +126,7 @@ def test_a_run_whose_output_nobody_reads_any_more_stops_with_a_checkpoint(tiny_c
     assert steps(tmp_path / "runs/tiny") == list(range(1, last + 1))
 
 
-def test_nobody_outlives_a_killed_supervisor(tiny_config: Path, tmp_path: Path) -> None:
+def test_no_process_outlives_a_killed_supervisor(tiny_config: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs/tiny"
     process = start(supervisor_command("torchrun", 2, tiny_config, *ENDLESS))
     ranks = wait_for_ranks(process, 2)
@@ -136,7 +136,7 @@ def test_nobody_outlives_a_killed_supervisor(tiny_config: Path, tmp_path: Path) 
     assert wait_for_end([*ranks.values(), launcher]) < 30
     process.communicate()
     last, _ = list_checkpoints(folder / "checkpoints")[-1]
-    assert steps(folder) == list(range(1, last + 1))  # what was trained is saved
+    assert steps(folder) == list(range(1, last + 1))  # every recorded step is saved
 
 
 def test_a_killed_launcher_is_a_failure_and_a_signal_before_the_first_step_stops(
@@ -177,11 +177,11 @@ def test_ranks_of_bare_launchers_stop_when_these_are_killed(launcher: str, tiny_
     last, _ = list_checkpoints(folder / "checkpoints")[-1]
     assert steps(folder) == list(range(1, last + 1))
     if launcher == "deepspeed":
-        assert process.returncode == 0  # of the runner, although its launch.py was killed: do not trust it
+        assert process.returncode == 0  # the runner's code, although its launch.py was killed: not to be trusted
 
 
 def test_sigterm_to_the_bare_deepspeed_command_saves_a_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
-    """It ends at once and tells nobody; the ranks notice."""
+    """It exits at once without signalling the ranks, which notice."""
     folder = tmp_path / "runs/tiny"
     process = start(launcher_command("deepspeed", 2, "train.py", str(tiny_config), *ENDLESS))
     ranks = wait_for_ranks(process, 2)
@@ -195,7 +195,7 @@ def test_sigterm_to_the_bare_deepspeed_command_saves_a_checkpoint(tiny_config: P
 
 
 def test_sigterm_to_bare_torchrun_saves_a_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
-    """It forwards the signal, and would kill after 30 s."""
+    """It forwards the signal, and would kill the ranks after 30 s."""
     folder = tmp_path / "runs/tiny"
     process = start(launcher_command("torchrun", 2, "train.py", str(tiny_config), *ENDLESS))
     ranks = wait_for_ranks(process, 2)
@@ -209,38 +209,38 @@ def test_sigterm_to_bare_torchrun_saves_a_checkpoint(tiny_config: Path, tmp_path
     assert steps(folder) == list(range(1, last + 1))
 
 
-def test_ranks_and_supervisor_know_of_each_other(tmp_path: Path) -> None:
+def test_ranks_report_to_the_supervisor(tmp_path: Path) -> None:
     environ = {"STEADYHEAD_RANKS": str(tmp_path), "RANK": "3"}
-    announce_rank(environ)
+    register_rank(environ)
     report_outcome(RankOutcome(1, "two\nlines"), environ)
-    assert read_announcements(tmp_path) == {3: os.getpid()}
+    assert read_registered_ranks(tmp_path) == {3: os.getpid()}
     assert read_outcomes(tmp_path) == {3: RankOutcome(1, "two lines")}
-    announce_rank({})  # without a supervisor nothing happens
+    register_rank({})  # without a supervisor nothing happens
     report_outcome(RankOutcome(0), {})
-    report_outcome(RankOutcome(0), {**environ, "STEADYHEAD_RANKS": "/nowhere"})  # nor when it is gone
+    report_outcome(RankOutcome(0), {**environ, "STEADYHEAD_RANKS": "/nowhere"})  # nor when it has ended
 
 
-def test_guardians_are_launchers_and_supervisors_but_no_shells() -> None:
+def test_launchers_and_supervisors_are_watched_but_not_shells() -> None:
     parents = psutil.Process().parents()
-    assert find_guardians({}) == []
-    assert find_guardians({"TORCHELASTIC_RUN_ID": "x"}) == parents[:1]
-    assert find_guardians({"CROSS_SIZE": "1"}) == parents[:1]
-    assert find_guardians({"STEADYHEAD_SUPERVISOR": str(parents[-1].pid)}) == parents
+    assert find_watched_parents({}) == []
+    assert find_watched_parents({"TORCHELASTIC_RUN_ID": "x"}) == parents[:1]
+    assert find_watched_parents({"CROSS_SIZE": "1"}) == parents[:1]
+    assert find_watched_parents({"STEADYHEAD_SUPERVISOR": str(parents[-1].pid)}) == parents
     with pytest.raises(RuntimeError, match="ended during the start"):
-        find_guardians({"STEADYHEAD_SUPERVISOR": str(os.getpid())})
+        find_watched_parents({"STEADYHEAD_SUPERVISOR": str(os.getpid())})
 
 
-def test_a_restart_goes_on_from_what_was_saved_since(tmp_path: Path) -> None:
+def test_a_restart_resumes_from_a_checkpoint_saved_since(tmp_path: Path) -> None:
     launch = Launch("python", 1, ("a.yaml", "run.resume=never"))
     assert newest_checkpoint(tmp_path / "checkpoints") == (0, None)
-    assert restarted(launch, RunFolder(tmp_path), begin=0.0) == launch
+    assert launch_for_restart(launch, RunFolder(tmp_path), begin=0.0) == launch
     for name in ("step_00000010", "step_00000020", "step_00000030.partial", "step_00000040.superseded"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert newest_checkpoint(tmp_path / "checkpoints") == (20, tmp_path / "checkpoints/step_00000020")
-    assert restarted(launch, RunFolder(tmp_path), begin=time.time() + 100) == launch  # older than this
-    resumed = restarted(launch, RunFolder(tmp_path), begin=0.0)
+    assert launch_for_restart(launch, RunFolder(tmp_path), begin=time.time() + 100) == launch  # older than this
+    resumed = launch_for_restart(launch, RunFolder(tmp_path), begin=0.0)
     assert resumed.arguments == ("a.yaml", "run.resume=never", "run.resume=auto")
-    assert restarted(resumed, RunFolder(tmp_path), begin=0.0) == resumed
+    assert launch_for_restart(resumed, RunFolder(tmp_path), begin=0.0) == resumed
 
 
 def test_launcher_commands(monkeypatch: pytest.MonkeyPatch) -> None:

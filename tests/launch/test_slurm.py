@@ -81,7 +81,7 @@ def test_a_job_is_signalled_queued_again_and_finishes(cluster: Cluster, tiny_con
     job.wait_for("COMPLETED", "FAILED")
 
     assert job.is_in("COMPLETED"), job.output + cluster.explain(job.id)
-    assert "stopped after a checkpoint; it is queued again" in job.output
+    assert "stopped after a checkpoint; it is requeued" in job.output
     assert job.output.count("preflight: 2 ranks on 2 nodes ") == job.output.count("preflight: no problem found") == 2
     assert f"start 2 on n[1-2], from {job.folder}/checkpoints/step_{stopped_at:08d}" in job.output
     assert cluster.job(job.id)["Restarts"] == "1"
@@ -112,7 +112,7 @@ def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Pa
     cluster.run("scancel", "--signal=USR1", job.id)
     job.wait_for("FAILED", "COMPLETED", "PENDING")
     assert cluster.job(job.id)["ExitCode"] == "75:0"
-    assert "not queued again" in job.output
+    assert "not requeued" in job.output
 
     job = Submitted(cluster, tiny_config, tmp_path / "runs/cancelled", *ENDLESS)
     wait_for_steps(None, job.folder, 1)
@@ -131,7 +131,7 @@ def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Pa
     cluster.run("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}")
     job.wait_for("FAILED", "COMPLETED", "PENDING")
     assert cluster.job(job.id)["ExitCode"] == "75:0"
-    assert "error: the job is not queued again; submit it anew to go on" in job.output
+    assert "error: the job could not be requeued; submit it again to continue" in job.output
     assert len(list((job.folder / "checkpoints").iterdir())) == 1
 
 
@@ -160,5 +160,5 @@ def test_what_slurm_refuses_is_one_line(cluster: Cluster, tiny_config: Path) -> 
     options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "10", "--partition", "nowhere"]
     finished = submit(cluster, tiny_config, *options)
     assert finished.code == 1
-    assert finished.errors.startswith("error: sbatch refuses the job: invalid partition specified: nowhere")
+    assert finished.errors.startswith("error: sbatch rejected the job: invalid partition specified: nowhere")
     assert finished.errors.count("\n") == 1

@@ -104,7 +104,7 @@ def test_times_that_slurm_does_not_know(time: str, tiny_config: Path) -> None:
 
 def test_a_time_too_short_to_stop_in(tiny_config: Path) -> None:
     assert problems(tiny_config, "--nodes", "1", "--gpus-per-node", "1", "--time", "5", "--print") == [
-        "--time: 5 is not longer than the 300 s before its end at which the run is asked to stop (--stop-seconds)"
+        "--time: 5 is not longer than --stop-seconds 300, the time before the limit at which the run is asked to stop"
     ]
 
 
@@ -114,26 +114,26 @@ def test_all_problems_at_once(tiny_config: Path, tmp_path: Path, monkeypatch: py
     arguments = ["--nodes", "0", "--gpus-per-node", "x", "--time", "soon", "--env", "9=1", "--container-mounts", "/a"]
     assert problems(tiny_config, "optim.lrr=1", *arguments) == [
         "optim.lrr: unknown key; did you mean optim.lr?",
-        "--nodes: '0' is not a whole number from 1 on",
-        "--gpus-per-node: 'x' is not a whole number from 1 on",
+        "--nodes: '0' is not a whole number; expected 1 or more",
+        "--gpus-per-node: 'x' is not a whole number; expected 1 or more",
         "--time: 'soon' is not a time; expected minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
         "days-hours:minutes or days-hours:minutes:seconds",
         "--env: '9=1': expected NAME=VALUE",
-        "--container-mounts /a: is only of use with --container",
+        "--container-mounts /a: needs --container",
         "sbatch: no such program on the PATH; submit on a login node of the cluster, or use --print",
     ]
     empty = ["--ranks-per-node=", "--partition=", "--account=", "--container=", "--container-mounts=", "--python="]
     assert problems(tiny_config, "--nodes", "1", "--time", "9", *empty, "--print") == [
-        "--ranks-per-node: '' is not a whole number from 1 on",
-        *(f"{option[:-1]}: is empty; name one, or leave the option out" for option in empty[1:]),
+        "--ranks-per-node: '' is not a whole number; expected 1 or more",
+        *(f"{option[:-1]}: is empty; give it a value, or leave it out" for option in empty[1:]),
     ]
     assert problems(
         tiny_config, "run.resume=never", "--nodes", "1", "--time", "9", "--sbatch", "a=b\nrm", "--print"
     ) == [
-        "run.resume: 'never' is not allowed in a job that is queued again after each checkpoint; expected 'auto' "
+        "run.resume: 'never' is not allowed in a job that is requeued after each stop; expected 'auto' "
         "(run.init_from starts a new run from another one's weights)",
-        "--gpus-per-node, --ranks-per-node: expected one of the two (the second is for CPU)",
-        "'a=b\\nrm': options of sbatch and of the container must be one line each",
+        "--gpus-per-node, --ranks-per-node: expected exactly one of the two (the second is for CPU)",
+        "'a=b\\nrm': an option of sbatch or of the container must be a single line",
     ]
 
 
@@ -144,7 +144,7 @@ def test_the_command_prints_and_refuses(tiny_config: Path, tmp_path: Path) -> No
     assert not (tmp_path / "runs").exists()
     finished = python("-m", "launch.submit", tiny_config, *GPUS, "--gpus-per-node", "none")
     assert finished.code == 2
-    assert finished.errors == "error: --gpus-per-node: 'none' is not a whole number from 1 on\n"
+    assert finished.errors == "error: --gpus-per-node: 'none' is not a whole number; expected 1 or more\n"
     code = "import sys, launch.submit\nassert not {'torch', 'deepspeed'} & set(sys.modules)"
     assert python("-c", code).code == 0
 

@@ -1,4 +1,4 @@
-"""Runs across two hosts: bare launchers and `launch.run`, through ssh and without; whatever dies, nothing is left."""
+"""Runs on two hosts: bare launchers and `launch.run`, with and without ssh; whatever dies, no process is left."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_lost_host_is_left_out_until_it_is_back(
     finished = ends(process, hosts)
     assert finished.code == EXIT_DONE, finished.output + finished.errors
     assert "failed: lost host-b: no answer for 15 s; restart 1 of 2 in " in finished.output
-    assert "going on without host-b: cannot be used through ssh: " in finished.output
+    assert "continuing without host-b: cannot be reached through ssh: " in finished.output
     assert "host-b is back" in finished.output
     assert "lost host-a" not in finished.output
     assert "2 accumulation steps" in finished.output and "4 accumulation steps" in finished.output
@@ -210,8 +210,8 @@ def test_a_lost_host_is_left_out_until_it_is_back(
     reference.check(tiny_config, folder, relative=1e-4)
 
 
-def test_nobody_outlives_a_killed_head(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
-    """As on a single node, what was trained is saved."""
+def test_no_process_outlives_a_killed_coordinator(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
+    """As on a single node, every recorded step is saved."""
     folder = tmp_path / "runs/tiny"
     options = ["--launcher", "torchrun", "--no-check", "--hostfile", hosts.hostfile()]
     process = hosts.a.start(run_command(tiny_config, *options))
@@ -223,7 +223,7 @@ def test_nobody_outlives_a_killed_head(hosts: TwoHosts, tiny_config: Path, tmp_p
 
 
 def test_a_second_sigint_ends_all_ranks_on_all_hosts(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
-    """Two ranks a host, of which one stands still, so that no checkpoint can come to its end."""
+    """With two ranks per host, of which one is suspended, so that no checkpoint can complete."""
     options = ["--launcher", "torchrun", "--no-check", "--hostfile", hosts.hostfile(slots=2), "--max-restarts", "3"]
     process = hosts.a.start(run_command(tiny_config, *options))
     wait_for_ranks(hosts, (2, 2), process)
@@ -237,7 +237,7 @@ def test_a_second_sigint_ends_all_ranks_on_all_hosts(hosts: TwoHosts, tiny_confi
     finished = ends(process, hosts, seconds=60)
     assert time.monotonic() - begin < 15
     assert finished.code == EXIT_FAILURE
-    assert finished.errors.splitlines()[-1] == "error: interrupted; the run can go on from its last checkpoint"
+    assert finished.errors.splitlines()[-1] == "error: interrupted; the run can continue from its last checkpoint"
     assert "lost host" not in finished.output
 
 
@@ -259,20 +259,20 @@ def test_every_node_calls_the_command(hosts: TwoHosts, tiny_config: Path, tmp_pa
 
 
 def test_what_is_wrong_before_a_run(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
-    """A host that nobody answers on, one with two names, other source code on one, a port in use: a line each."""
+    """A host that does not answer, one with two names, different source code, a port in use: one line each."""
     more = hosts.hostfile(more="host-c slots=1\n")
     finished = ends(hosts.a.start(run_command(tiny_config, "--hostfile", more)), hosts)
     assert finished.code == EXIT_FAILURE
     (line,) = finished.errors.splitlines()
-    assert line.startswith("error: host-c: cannot be used through ssh: ssh: connect to host host-c port 2222: ")
-    assert "see whether `ssh -o BatchMode=yes host-c true` works" in line
+    assert line.startswith("error: host-c: cannot be reached through ssh: ssh: connect to host host-c port 2222: ")
+    assert "check that `ssh -o BatchMode=yes host-c true` works" in line
 
     twice = hosts.hostfile(more=f"{hosts.b.address} slots=1\n")
     finished = ends(hosts.a.start(run_command(tiny_config, "--hostfile", twice)), hosts)
     assert finished.code == EXIT_FAILURE
     (line,) = finished.errors.splitlines()
     assert line.endswith("; remove one of them from the hostfile")
-    assert ": is the host host-b, as " in line and "host-b" in line and hosts.b.address in line
+    assert ": is the same host (host-b) as " in line and "host-b" in line and hosts.b.address in line
 
     other = hosts.folder / "schedule.py"
     other.write_text((ROOT / "launch/optim/schedule.py").read_text() + "# changed\n")
@@ -285,8 +285,8 @@ def test_what_is_wrong_before_a_run(hosts: TwoHosts, tiny_config: Path, tmp_path
     assert finished.code == EXIT_FAILURE
     problems = [line for line in finished.output.splitlines() if "error:" in line]
     assert problems == [
-        "host-a: error: node 1 (host-b): other source code than node 0 (host-a): launch/optim/schedule.py; bring "
-        "it to the same revision"
+        "host-a: error: node 1 (host-b): different source code than node 0 (host-a): launch/optim/schedule.py; check "
+        "out the same revision"
     ]
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -294,6 +294,6 @@ def test_what_is_wrong_before_a_run(hosts: TwoHosts, tiny_config: Path, tmp_path
         options = ["--nodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", port]
         finished = finish(start(run_command(tiny_config, *options)))
     assert finished.code == EXIT_FAILURE
-    problem = f"--master-port {port}: cannot listen there: Address already in use; end what uses it, or choose another"
-    assert finished.errors == f"error: {problem}\n"
+    problem = f"--master-port {port}: cannot listen: Address already in use; stop the process that uses it, or choose"
+    assert finished.errors == f"error: {problem} another port\n"
     assert not (tmp_path / "runs/tiny").exists()

@@ -1,4 +1,4 @@
-"""A run that hangs ends by itself, says where, and goes on under a supervisor."""
+"""A run that hangs ends by itself, writes where it hangs, and is restarted by a supervisor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from configs.schema import WatchdogConfig
 from launch.process import watchdog
-from launch.process.lifeline import is_alive
+from launch.process.rank_status import is_alive
 from launch.process.watchdog import Watchdog
 from tests.conftest import finish, read_metrics, start
 from tests.launch.supervised import supervisor_command, wait_for_end, wait_for_ranks, wait_for_steps
@@ -20,7 +20,7 @@ from tests.launch.supervised import supervisor_command, wait_for_end, wait_for_r
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set where the process would end; the watchdog looks often, and its own thread ends instead."""
+    """Set when the watchdog would end the process, which polls often here and blocks its thread instead."""
     ended = threading.Event()
 
     def end(code: int) -> None:
@@ -29,7 +29,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         threading.Event().wait()  # for good, in a daemon
 
     monkeypatch.setattr(watchdog.os, "_exit", end)
-    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(watchdog, "SETTLE_SECONDS", 0.1)
     return ended
 
@@ -66,14 +66,14 @@ def test_the_start_and_slow_work_have_a_limit_of_their_own(tmp_path: Path, ends:
         time.sleep(0.1)
         watch.step_finished(3)
         assert watch.limit_seconds() < 10
-        watch.starts_again()
+        watch.expect_slow_start()
         assert watch.limit_seconds() == 100
         watch.step_finished(4)
         assert watch.limit_seconds() == 100
     assert not ends.is_set()
 
 
-def test_a_pause_that_ends_in_time_is_forgiven(
+def test_a_run_that_continues_in_time_is_not_ended(
     tmp_path: Path, ends: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "SETTLE_SECONDS", 1.0)
@@ -98,8 +98,8 @@ def test_null_switches_it_off(tmp_path: Path) -> None:
         assert threading.active_count() <= before
 
 
-def test_a_rank_that_stands_still_ends_the_group_and_the_run_goes_on(tiny_config: Path, tmp_path: Path) -> None:
-    """SIGSTOP: rank 1 itself can write nothing, nor be ended by anything but SIGKILL."""
+def test_a_suspended_rank_ends_the_group_and_the_run_is_restarted(tiny_config: Path, tmp_path: Path) -> None:
+    """After SIGSTOP rank 1 can write nothing, and only SIGKILL ends it."""
     folder = tmp_path / "runs/tiny"
     settings = ["train.steps=100000", "checkpoint.every_steps=10", "watchdog.min_seconds=5"]
     process = start(supervisor_command("torchrun", 2, tiny_config, *settings, restarts=1))
@@ -118,7 +118,7 @@ def test_a_rank_that_stands_still_ends_the_group_and_the_run_goes_on(tiny_config
     process.send_signal(signal.SIGTERM)
     finished = finish(process, timeout=120)
     assert finished.code == 75, finished.output + finished.errors
-    assert "the run hangs: nothing was finished for" in finished.output
+    assert "the run hangs: no progress for" in finished.output
     assert "restart 1 of 1" in finished.output
     assert not any(map(is_alive, again.values()))
     steps = [record["step"] for record in read_metrics(folder)]

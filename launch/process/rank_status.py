@@ -1,8 +1,8 @@
-"""What a rank and those who started it know of each other.
+"""What a rank reports to its supervisor, and which parent processes it watches.
 
-`launch.run` (the supervisor) gives its ranks two variables: its own process id, and a folder in which every rank writes
-its process id when it starts and its outcome before it ends. Launchers map exit codes and signals in their own ways,
-so this is what the supervisor goes by. A rank in turn watches its guardians: the launcher and the supervisor.
+`launch.run` (the supervisor) passes two variables to its ranks: its process id, and a folder in which every rank writes
+its process id when it starts and its outcome before it ends. The supervisor relies on these files, since launchers map
+exit codes and signals in their own ways. A rank in turn watches its launcher and supervisor, and stops without them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class RankOutcome:
     """How a rank ended.
 
     Attributes:
-        code: its exit code.
-        reason: one line that says why; empty where the code says it all.
-        is_orphan: it stopped since its launcher or supervisor was gone.
+        code: Its exit code.
+        reason: Why it ended, in one line; may be empty.
+        is_orphan: Whether it stopped because its launcher or supervisor had ended.
     """
 
     code: int
@@ -39,14 +39,14 @@ class RankOutcome:
     is_orphan: bool = False
 
 
-def announce_rank(environ: Mapping[str, str]) -> None:
-    """Tells the supervisor, if there is one, which process is which rank."""
+def register_rank(environ: Mapping[str, str]) -> None:
+    """Reports this rank's process id to the supervisor, if there is one."""
     if RANKS_FOLDER in environ:
         write_file(Path(environ[RANKS_FOLDER]) / f"{_rank(environ)}.pid", str(os.getpid()).encode())
 
 
 def report_outcome(outcome: RankOutcome, environ: Mapping[str, str] | None = None) -> None:
-    """Tells the supervisor, if there is one, how this rank ends. It never raises: the supervisor may be gone."""
+    """Reports to the supervisor, if there is one, how this rank ends. Never raises: the supervisor may have ended."""
     environ = os.environ if environ is None else environ
     if RANKS_FOLDER in environ:
         content = json.dumps({**asdict(outcome), "reason": " ".join(outcome.reason.split())})
@@ -54,24 +54,24 @@ def report_outcome(outcome: RankOutcome, environ: Mapping[str, str] | None = Non
             write_file(Path(environ[RANKS_FOLDER]) / f"{_rank(environ)}.outcome", content.encode())
 
 
-def read_announcements(folder: Path) -> dict[int, int]:
-    """Rank -> process id of the ranks that have started so far."""
+def read_registered_ranks(folder: Path) -> dict[int, int]:
+    """Returns rank -> process id of the ranks that have started so far."""
     return {int(path.stem): int(path.read_text()) for path in folder.glob("*.pid")}
 
 
 def read_outcomes(folder: Path) -> dict[int, RankOutcome]:
-    """Rank -> outcome of the ranks that have reported one so far."""
+    """Returns rank -> outcome of the ranks that have reported one so far."""
     return {int(path.stem): RankOutcome(**json.loads(path.read_text())) for path in folder.glob("*.outcome")}
 
 
-def find_guardians(environ: Mapping[str, str]) -> list[psutil.Process]:
-    """The processes without which this rank must not go on, nearest first; none outside of a launcher.
+def find_watched_parents(environ: Mapping[str, str]) -> list[psutil.Process]:
+    """Returns the parents without which this rank must not continue, nearest first; none without a launcher.
 
-    Under `launch.run`, all ancestors up to it. Otherwise torchrun's agent, or DeepSpeed's `launch.py` and the
-    `deepspeed` command that started it on the same machine. (A shell, srun or mpirun is no guardian.)
+    Under `launch.run`, these are all ancestors up to it. Otherwise torchrun's agent, or DeepSpeed's `launch.py` and the
+    `deepspeed` command that started it on the same machine. A shell, srun or mpirun is not watched.
 
     Raises:
-        RunError: the supervisor has ended already.
+        RunError: The supervisor has already ended.
     """
     ancestors = psutil.Process().parents()
     if SUPERVISOR in environ:
@@ -87,7 +87,7 @@ def find_guardians(environ: Mapping[str, str]) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process runs or is stopped; a zombie has ended."""
+    """Whether a process runs or is suspended; a zombie has ended."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -105,7 +105,7 @@ def _is_deepspeed_runner(process: psutil.Process) -> bool:
 
 
 def rank_text(environ: Mapping[str, str]) -> str:
-    """This process' rank as its launcher put it, before anything is checked; "0" without one."""
+    """Returns this process's rank as the launcher set it, unchecked; "0" without a launcher."""
     return environ.get("RANK", environ.get("SLURM_PROCID", "0"))
 
 
