@@ -180,17 +180,17 @@ class Report:
     def failure(self) -> str:
         """Returns in one line why an attempt failed: a rank's own reason, else which process ended without one."""
         reasons = [(rank, outcome.reason) for rank, outcome in sorted(self.outcomes.items()) if outcome.reason]
-        first_hand = [(rank, reason) for rank, reason in reasons if "lost contact" not in reason]
-        silent = sorted(rank for rank in self.ranks if rank not in self.outcomes)
+        root_causes = [(rank, reason) for rank, reason in reasons if "lost contact" not in reason]
+        unreported = sorted(rank for rank in self.ranks if rank not in self.outcomes)
         if self.fault:
             return self.fault
-        if first_hand:
-            rank, reason = first_hand[0]
+        if root_causes:
+            rank, reason = root_causes[0]
             return reason if reason.startswith("rank ") else f"rank {rank}: {reason}"
         if self.lost_launcher:
             return f"{self.launcher} ended while ranks were running"
-        if silent:
-            return f"rank {', '.join(map(str, silent))} was killed or crashed"
+        if unreported:
+            return f"rank {', '.join(map(str, unreported))} was killed or crashed"
         if reasons:
             return reasons[0][1]
         if not self.ranks:

@@ -1,4 +1,4 @@
-"""A real SLURM of two nodes on one machine: munged, slurmctld and two slurmd on loopback, with files of their own."""
+"""A real SLURM cluster of two nodes on one machine: munged, slurmctld and two slurmd on loopback, with own files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PartitionName=main Nodes=ALL Default=YES State=UP
 
 
 def why_not() -> str | None:
-    """Why no cluster can be started here; None where one can."""
+    """Returns why no cluster can be started here; None if one can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if missing:
         return f"SLURM is not installed ({', '.join(missing)} missing); Debian's packages are slurm-wlm and munge"
@@ -66,30 +66,30 @@ class Cluster:
     """A running cluster.
 
     Attributes:
-        environ: of a process that is to use it.
-        folder: of its files.
+        environ: The environment of processes that use it.
+        folder: The folder of its files.
     """
 
     environ: dict[str, str]
     folder: Path
 
     def run(self, *command: str) -> str:
-        """What one of SLURM's commands prints. Raises AssertionError when it fails."""
+        """Runs one of SLURM's commands and returns its output. Raises AssertionError when it fails."""
         finished = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60, check=False)
         assert finished.returncode == 0, f"{command}: {finished.stdout}{finished.stderr}"
         return finished.stdout.strip()
 
     def job(self, job_id: str) -> dict[str, str]:
-        """The job's fields, see `scontrol show job`."""
+        """Returns the job's fields, see `scontrol show job`."""
         words = self.run("scontrol", "--oneliner", "show", "job", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def has_left(self, job_id: str) -> bool:
-        """Whether the script of a start of a job has ended, and its node has told so."""
+        """Whether the script of one start of a job has ended, according to its node's log."""
         return any(f"[{job_id}.batch] done with job" in log.read_text() for log in self.folder.glob("slurmd.*.log"))
 
     def explain(self, job_id: str) -> str:
-        """What the daemons have logged of a job, and how it stands."""
+        """Returns the daemons' log lines about a job, and its state."""
         logs = [path.read_text() for path in sorted(self.folder.glob("*.log"))]
         lines = [line for log in logs for line in log.splitlines() if re.search(rf"(JobId=|job |\[){job_id}\b", line)]
         return "\n".join([*sorted(lines), str(self.job(job_id))])
@@ -97,8 +97,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def slurm_cluster() -> Iterator[Cluster]:
-    """Starts the cluster, and ends what it started, jobs included."""
-    # A socket's path must be short, and munged wants a folder that nobody else can write to.
+    """Starts the cluster, and stops it together with its jobs."""
+    # A socket's path must be short, and munged requires a folder that no other user can write to.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
     environ = {**environment(), "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
@@ -151,7 +151,7 @@ def _wait_for_nodes(cluster: Cluster, folder: Path) -> None:
 
 
 def _end(pid_files: Sequence[Path]) -> None:
-    """Ends the daemons and waits for them."""
+    """Terminates the daemons and waits for them."""
     daemons = []
     for path in pid_files:
         with contextlib.suppress(OSError, ValueError, psutil.NoSuchProcess):
@@ -163,7 +163,7 @@ def _end(pid_files: Sequence[Path]) -> None:
 
 
 def _path() -> str:
-    """Debian keeps the daemons out of a plain user's path."""
+    """Returns a PATH with the daemons' folder, which is not on a normal user's PATH in Debian."""
     return f"{environment()['PATH']}:/usr/sbin:/usr/local/sbin"
 
 

@@ -1,4 +1,4 @@
-"""Kills at random moments lose nothing: the short form of `launch.chaos`, and what it would complain about."""
+"""A short `launch.chaos`: kills at random times lose nothing; and the faults that it detects."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_second_kill_is_in_a_save_and_all_are_reached() -> None:
     assert {plan.step for plan in make_plans(random.Random(0), 4, last_step=8, every_steps=100) if plan.in_save} == {8}
 
 
-def test_any_difference_of_a_loss_is_told() -> None:
+def test_any_difference_of_a_loss_is_reported() -> None:
     expected = losses([{"step": 1, "loss": 2.0, "lr": 1.0}, {"step": 2, "loss": 1.5, "val_loss": 1.75}])
     assert expected == {1: {"loss": 2.0}, 2: {"loss": 1.5, "val_loss": 1.75}}
     assert differences(expected, {1: {"loss": 2.0}}, 0.0) == []
@@ -55,11 +55,11 @@ def test_any_difference_of_a_loss_is_told() -> None:
     (line,) = differences(expected, almost, 0.0)
     assert line.startswith("step 2: ")
     assert differences(expected, {2: {"loss": 1.5}}, 1.0)  # a validation is missing
-    assert differences(expected, {3: {"loss": 1.0}}, 1.0)  # a step too many
+    assert differences(expected, {3: {"loss": 1.0}}, 1.0)  # an extra step
     assert differences(expected, {2: {"loss": 1.50002, "val_loss": 1.75}}, 1e-5)
 
 
-def test_what_is_left_over_or_damaged_at_the_end_is_told(tmp_path: Path) -> None:
+def test_leftovers_and_damage_at_the_end_are_reported(tmp_path: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     for run in (whole, folder):
         (run / "checkpoints").mkdir(parents=True)

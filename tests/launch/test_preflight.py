@@ -1,4 +1,4 @@
-"""The preflight names every difference between nodes, here ranks in working copies and configurations of their own."""
+"""The preflight names every difference between nodes, here ranks with their own working copies and configurations."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ HOST = socket.gethostname()
 
 @dataclass(frozen=True)
 class Node:
-    """A node of one rank: a folder with the project's code, where its relative paths begin."""
+    """A node of one rank: a working directory with the project's code."""
 
     folder: Path
 
     def write(self, config: dict[str, Any], seed: int = 1) -> None:
-        """Gives the node its configuration, and data by a seed."""
+        """Writes the node's configuration, and data that depends on the seed."""
         (self.folder / "run.yaml").write_text(yaml.safe_dump(config))
         (self.folder / "shards").mkdir()
         write_shard(self.folder / "shards/train", seed)
 
     def fake(self, code: str) -> None:
-        """Code that runs before the preflight does."""
+        """Installs code that runs before the preflight."""
         (self.folder / "edge").mkdir(exist_ok=True)
         (self.folder / "edge/sitecustomize.py").write_text(code)
 
@@ -68,7 +68,7 @@ def nodes(tmp_path: Path) -> list[Node]:
 
 @pytest.fixture
 def config(tiny_config: Path) -> dict[str, Any]:
-    """With paths that are relative to a node's folder."""
+    """A configuration with paths relative to a node's folder."""
     tree: dict[str, Any] = yaml.safe_load(tiny_config.read_text())
     tree["run"]["dir"] = "runs"
     tree["data"] = {"sources": [{"path": "shards/train"}]}
@@ -99,7 +99,7 @@ def preflight(nodes: Sequence[Node], **variables: str) -> list[Finished]:
     ]
 
 
-def test_alike_nodes_pass_and_leave_nothing(nodes: list[Node], config: dict[str, Any]) -> None:
+def test_identical_nodes_pass_and_leave_no_files(nodes: list[Node], config: dict[str, Any]) -> None:
     for node in nodes[:2]:
         node.write(config)
     ended = preflight(nodes[:2])
@@ -157,8 +157,8 @@ def test_one_node_differs_in_everything(nodes: list[Node], config: dict[str, Any
     ]
 
 
-def test_what_is_wrong_on_one_node_alone(nodes: list[Node], config: dict[str, Any]) -> None:
-    """A full disk that is no folder either, data that is not there, a configuration with a fault, and no network."""
+def test_problems_of_a_single_node_are_reported(nodes: list[Node], config: dict[str, Any]) -> None:
+    """A full disk with a file in place of the folder, missing data, an invalid configuration, and no network."""
     nodes[0].write({**config, "run": {"dir": "run.yaml/runs", "name": "tiny"}})
     nodes[0].fake(
         "import shutil, collections\n"
@@ -191,7 +191,7 @@ def test_what_is_wrong_on_one_node_alone(nodes: list[Node], config: dict[str, An
 
 
 def test_ranks_that_cannot_reach_each_other(nodes: list[Node], config: dict[str, Any]) -> None:
-    """A busy port, a rank that is not there, and a rank 0 that is not there; a launcher's contradiction."""
+    """A port in use, a missing rank, a missing rank 0, and contradicting variables."""
     nodes[0].write(config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -238,11 +238,11 @@ FACTS = RankFacts(rank=0, node=0, host="a", sources={"train.py": "1"}, versions=
 
 
 def on_nodes(*changes: dict[str, Any]) -> list[RankFacts]:
-    """One rank a node, on hosts a, b, …"""
+    """Returns the facts of one rank per node, on hosts a, b, …"""
     return [replace(FACTS, rank=rank, node=rank, host="abcd"[rank], **one) for rank, one in enumerate(changes)]
 
 
-def test_the_odd_one_out_is_named_even_when_it_is_the_first() -> None:
+def test_the_node_that_differs_is_named_even_if_it_is_the_first() -> None:
     odd = {"sources": {f"model/{name}.py": "2" for name in "vwxyz"}}
     assert find_problems(on_nodes(odd, {}, {})) == [
         "node 0 (a): different source code than node 1 (b): model/v.py, model/w.py, model/x.py and 3 more; check out "
@@ -251,7 +251,7 @@ def test_the_odd_one_out_is_named_even_when_it_is_the_first() -> None:
     assert find_problems(on_nodes({}, {}, {})) == []
 
 
-def test_gpus_and_names_that_stand_for_loopback() -> None:
+def test_gpu_problems_and_loopback_host_names_are_reported() -> None:
     gpu = {"device": "NVIDIA H200", "memory": Need(60e9, 1, 0, 20e9)}
     facts = on_nodes({**gpu, "memory": Need(60e9, 1, 0, 80e9)}, gpu, {"loopback": "127.0.1.1"})
     assert find_problems(facts) == [
@@ -275,7 +275,7 @@ def test_gpus_and_names_that_stand_for_loopback() -> None:
     assert can_communicate(facts[:2])
 
 
-def test_a_node_that_cannot_write_and_a_network_of_which_a_part_fails() -> None:
+def test_write_and_network_failures_of_some_ranks_are_reported() -> None:
     reports: list[dict[str, Any]] = [
         {"clock": 10.0},
         {"clock": 3.0, "folder": "Read-only file system"},
@@ -291,7 +291,7 @@ def test_a_node_that_cannot_write_and_a_network_of_which_a_part_fails() -> None:
     ]
 
 
-def test_a_file_of_another_size_than_the_manifest_says(tmp_path: Path) -> None:
+def test_a_file_size_that_differs_from_the_manifest_is_an_error(tmp_path: Path) -> None:
     write_shard(tmp_path / "shard", seed=1)
     manifest = write_manifest(tmp_path, ["shard"])
     whole = describe_source("data.sources.0", TokenSource.open(tmp_path))

@@ -142,7 +142,7 @@ def test_no_process_outlives_a_killed_supervisor(tiny_config: Path, tmp_path: Pa
 def test_a_killed_launcher_is_a_failure_and_a_signal_before_the_first_step_stops(
     tiny_config: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL of DeepSpeed's launch.py: the runner ends with 0, and its ranks would be orphans."""
+    """SIGKILL of DeepSpeed's launch.py: the runner exits with 0 and leaves orphaned ranks."""
     folder = tmp_path / "runs/tiny"
     process = start(supervisor_command("deepspeed", 2, tiny_config, *ENDLESS, restarts=1))
     ranks = wait_for_ranks(process, 2)
@@ -237,7 +237,7 @@ def test_a_restart_resumes_from_a_checkpoint_saved_since(tmp_path: Path) -> None
     for name in ("step_00000010", "step_00000020", "step_00000030.partial", "step_00000040.superseded"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert newest_checkpoint(tmp_path / "checkpoints") == (20, tmp_path / "checkpoints/step_00000020")
-    assert launch_for_restart(launch, RunFolder(tmp_path), begin=time.time() + 100) == launch  # older than this
+    assert launch_for_restart(launch, RunFolder(tmp_path), begin=time.time() + 100) == launch  # saved before
     resumed = launch_for_restart(launch, RunFolder(tmp_path), begin=0.0)
     assert resumed.arguments == ("a.yaml", "run.resume=never", "run.resume=auto")
     assert launch_for_restart(resumed, RunFolder(tmp_path), begin=0.0) == resumed

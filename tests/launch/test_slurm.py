@@ -1,4 +1,4 @@
-"""Jobs of `launch.submit` in a real SLURM: signalled, queued again, resumed, finished; cancelled; failed."""
+"""Jobs of `launch.submit` in a real SLURM cluster: signalled, requeued, resumed, finished; cancelled; failed."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class Submitted:
 
 
 def submit(cluster: Cluster, config: Path, *arguments: str) -> Finished:
-    """`launch.submit` in the environment of the cluster."""
+    """Runs `launch.submit` in the environment of the cluster."""
     command = [sys.executable, "-m", "launch.submit", str(config), *arguments]
     ended = subprocess.run(command, cwd=ROOT, env=cluster.environ, capture_output=True, text=True, check=False)
     return Finished(ended.returncode, ended.stdout, ended.stderr)
 
 
-def test_a_job_is_signalled_queued_again_and_finishes(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
-    """The losses are those of a run without interruption; the folder's name has a blank in it."""
+def test_a_signalled_job_is_requeued_and_finishes(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
+    """The losses are those of an uninterrupted run; the folder's name contains a space."""
     command = launcher_command("torchrun", 2, "train.py", str(tiny_config), *STEPS)
     finished = finish(start(command))
     assert finished.code == 0, finished.output + finished.errors
@@ -102,10 +102,10 @@ def test_a_killed_rank_fails_the_job(cluster: Cluster, tiny_config: Path, tmp_pa
     assert cluster.job(job.id)["Restarts"] == "0"
 
 
-def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
-    """A job that is signalled before its first step would go round for ever; others are stopped for good, as wished.
+def test_a_job_without_a_new_checkpoint_is_not_requeued(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
+    """A job that is signalled before its first step would be requeued for ever; others are stopped by the user.
 
-    The last one is signalled by SLURM itself, ahead of the time limit.
+    The last one is signalled by SLURM itself, before the time limit.
     """
     job = Submitted(cluster, tiny_config, tmp_path / "runs/early", *ENDLESS)
     wait_until(lambda: len(list(job.ranks.glob("*.pid"))) == 2, "two ranks")
@@ -119,14 +119,14 @@ def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Pa
     cluster.run("scancel", job.id)
     job.wait_for("CANCELLED", "FAILED", "COMPLETED", "PENDING")
     assert job.is_in("CANCELLED")
-    assert "is queued again" not in job.output
+    assert "it is requeued" not in job.output
     assert not job.ranks.exists()
 
     submitted_at = time.monotonic()
     job = Submitted(cluster, tiny_config, tmp_path / "runs/stopped", *ENDLESS)
     wait_for_steps(None, job.folder, 1)
     cluster.run("scontrol", "update", f"JobId={job.id}", "Requeue=0")
-    # Three to four minutes are left; every 30 s SLURM looks whether a job is within --stop-seconds (300) of its limit.
+    # Three to four minutes are left; every 30 s SLURM checks whether a job is within --stop-seconds (300) of its limit.
     minutes = int(time.monotonic() - submitted_at) // 60 + 4
     cluster.run("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}")
     job.wait_for("FAILED", "COMPLETED", "PENDING")
@@ -136,7 +136,7 @@ def test_only_what_got_further_is_queued_again(cluster: Cluster, tiny_config: Pa
 
 
 def test_srun_starts_one_supervisor_on_each_node(cluster: Cluster, tiny_config: Path, tmp_path: Path) -> None:
-    """Which node is which comes from srun; only the address must be given, since these nodes have no names."""
+    """The node numbers come from srun; only the address must be given, since these nodes have no host names."""
     srun = ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--label"]
     command = [sys.executable, "-m", "launch.run", str(tiny_config), "--launcher", "torchrun", "--num-ranks", "1"]
     process = subprocess.Popen(
@@ -156,7 +156,7 @@ def test_srun_starts_one_supervisor_on_each_node(cluster: Cluster, tiny_config: 
     assert (tmp_path / "runs/tiny/DONE").is_file()
 
 
-def test_what_slurm_refuses_is_one_line(cluster: Cluster, tiny_config: Path) -> None:
+def test_a_job_that_slurm_rejects_is_reported_in_one_line(cluster: Cluster, tiny_config: Path) -> None:
     options = ["--nodes", "2", "--ranks-per-node", "1", "--time", "10", "--partition", "nowhere"]
     finished = submit(cluster, tiny_config, *options)
     assert finished.code == 1

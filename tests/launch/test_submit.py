@@ -28,7 +28,7 @@ def problems(config: Path, *arguments: str) -> list[str]:
     return list(raised.value.problems)
 
 
-def test_the_script_says_everything(tiny_config: Path, tmp_path: Path) -> None:
+def test_the_script_contains_all_options(tiny_config: Path, tmp_path: Path) -> None:
     image = ["--container", "registry#image:1", "--container-mounts", "/data:/data,/home"]
     script = rendered(
         tiny_config,
@@ -82,7 +82,7 @@ def test_the_script_says_everything(tiny_config: Path, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
-def test_on_cpu_no_gpus_are_asked_for(tiny_config: Path) -> None:
+def test_a_cpu_job_requests_no_gpus(tiny_config: Path) -> None:
     script = rendered(tiny_config, "--nodes", "1", "--ranks-per-node", "2", "--time", "1-12", "--print")
     assert "--gpus" not in script
     assert "export DS_ACCELERATOR=cpu" in script
@@ -90,26 +90,26 @@ def test_on_cpu_no_gpus_are_asked_for(tiny_config: Path) -> None:
 
 
 @pytest.mark.parametrize("time", ["6", "5:01", "1:00:00", "1-0", "1-00:30", "2-01:02:03"])
-def test_times_that_slurm_knows(time: str, tiny_config: Path) -> None:
+def test_slurm_time_formats_are_accepted(time: str, tiny_config: Path) -> None:
     assert f"--time={time}\n" in rendered(
         tiny_config, "--nodes", "1", "--gpus-per-node", "1", "--time", time, "--print"
     )
 
 
 @pytest.mark.parametrize("time", ["4h", "1:2:3:4", "", "-1", "1-", "1-2:3:4:5", "4:00:00\n"])
-def test_times_that_slurm_does_not_know(time: str, tiny_config: Path) -> None:
+def test_other_time_formats_are_rejected(time: str, tiny_config: Path) -> None:
     (problem,) = problems(tiny_config, "--nodes", "1", "--gpus-per-node", "1", f"--time={time}", "--print")
     assert problem.startswith(f"--time: {time!r} is not a time; expected minutes, ")
 
 
-def test_a_time_too_short_to_stop_in(tiny_config: Path) -> None:
+def test_a_time_limit_within_stop_seconds_is_rejected(tiny_config: Path) -> None:
     assert problems(tiny_config, "--nodes", "1", "--gpus-per-node", "1", "--time", "5", "--print") == [
         "--time: 5 is not longer than --stop-seconds 300, the time before the limit at which the run is asked to stop"
     ]
 
 
-def test_all_problems_at_once(tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the configuration, the command line and the machine; nothing is submitted or made."""
+def test_all_problems_are_reported_at_once(tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Problems of the configuration, the command line and the machine; nothing is submitted or created."""
     monkeypatch.setenv("PATH", str(tmp_path))
     arguments = ["--nodes", "0", "--gpus-per-node", "x", "--time", "soon", "--env", "9=1", "--container-mounts", "/a"]
     assert problems(tiny_config, "optim.lrr=1", *arguments) == [
@@ -137,7 +137,7 @@ def test_all_problems_at_once(tiny_config: Path, tmp_path: Path, monkeypatch: py
     ]
 
 
-def test_the_command_prints_and_refuses(tiny_config: Path, tmp_path: Path) -> None:
+def test_the_command_prints_the_script_or_problems(tiny_config: Path, tmp_path: Path) -> None:
     finished = python("-m", "launch.submit", tiny_config, *GPUS)
     assert finished.code == 0
     assert finished.output == rendered(tiny_config, *GPUS)
@@ -149,7 +149,7 @@ def test_the_command_prints_and_refuses(tiny_config: Path, tmp_path: Path) -> No
     assert python("-c", code).code == 0
 
 
-def test_folders_with_blanks(tiny_config: Path, tmp_path: Path) -> None:
+def test_folder_names_may_contain_spaces(tiny_config: Path, tmp_path: Path) -> None:
     script = rendered(tiny_config, "run.dir=my runs", *GPUS, folder=tmp_path)
     assert f"#SBATCH --output='{tmp_path}/my runs/tiny-slurm-%j.out'" in script
     assert f"run='{tmp_path}/my runs/tiny'" in script

@@ -1,4 +1,4 @@
-"""Every launcher's variables map to the same facts; contradictions name the variables."""
+"""The variables of every launcher give the same topology; contradictions name the variables."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_nodes() -> None:
     assert detect_topology({}).node == 0
 
 
-def test_a_launcher_below_srun_decides() -> None:
+def test_a_launcher_under_srun_takes_precedence() -> None:
     """One torchrun for each of two nodes: srun's tasks are the launchers, not the ranks."""
-    agents = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
-    assert detect_topology({**agents, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}).rank == 3
-    assert detect_topology({**agents, **TORCHRUN, "CROSS_RANK": "1", "CROSS_SIZE": "2"}).world_size == 4
+    tasks = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    assert detect_topology({**tasks, **TORCHRUN, "TORCHELASTIC_RUN_ID": "x"}).rank == 3
+    assert detect_topology({**tasks, **TORCHRUN, "CROSS_RANK": "1", "CROSS_SIZE": "2"}).world_size == 4
 
 
 def test_a_shell_in_a_slurm_allocation_is_one_rank() -> None:
@@ -118,7 +118,7 @@ def test_contradictions_of_srun_are_named(change: dict[str, str | None], message
 
 
 def fault(environ: dict[str, str], change: dict[str, str | None]) -> str:
-    """What is said of an environment with these changes."""
+    """Returns the error of an environment with these changes."""
     changed = {key: value for key, value in {**environ, **change}.items() if value is not None}
     with pytest.raises(RunError) as raised:
         detect_topology(changed)

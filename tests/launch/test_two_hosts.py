@@ -42,38 +42,38 @@ def pair() -> Iterator[TwoHosts]:
 
 @pytest.fixture
 def hosts(pair: TwoHosts) -> Iterator[TwoHosts]:
-    """The two hosts, on which nothing runs before and nothing after."""
+    """The two hosts, without processes of runs before and after each test."""
     try:
         yield pair
     finally:
-        pair.mend()
+        pair.restore()
         pair.kill_all()
 
 
 def run_command(config: Path, *arguments: str) -> list[str]:
-    """The command line of `launch.run`."""
+    """Returns the command line of `launch.run`."""
     return [sys.executable, "-m", "launch.run", str(config), *SETTINGS, *arguments]
 
 
 def ends(process: subprocess.Popen[str], hosts: TwoHosts, seconds: float = 240) -> Finished:
-    """How a process ends; nothing may be left then, on either host."""
+    """Waits for the end of a process, after which no process may be left on either host."""
     finished = finish(process, timeout=seconds)
     assert hosts.left() == [], finished.output + finished.errors
     return finished
 
 
 def step(folder: Path) -> int:
-    """The last that was recorded."""
+    """Returns the last recorded step."""
     return len(read_metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
 def wait_for_ranks(hosts: TwoHosts, expected: tuple[int, int], process: subprocess.Popen[str]) -> None:
-    """Waits until so many ranks run on each host."""
+    """Waits until the expected number of ranks runs on each host."""
     wait_until(lambda: tuple(len(host.ranks()) for host in hosts.hosts) == expected, f"{expected} ranks", process)
 
 
 def wait_for_progress(hosts: TwoHosts, folder: Path, expected: tuple[int, int], process: subprocess.Popen[str]) -> None:
-    """Waits until so many ranks have started on each host, and have finished steps beyond the checkpoint."""
+    """Waits until the expected number of ranks runs on each host and has trained beyond the last checkpoint."""
     progress = Progress(folder)
     wait_for_ranks(hosts, expected, process)
     wait_until(
@@ -84,17 +84,17 @@ def wait_for_progress(hosts: TwoHosts, folder: Path, expected: tuple[int, int], 
 
 
 class Reference:
-    """The losses of one rank on one host that nothing happens to."""
+    """The losses of an uninterrupted run of one rank on one host."""
 
     def __init__(self) -> None:
         self._losses: list[float] = []
 
     def check(self, config: Path, folder: Path, relative: float) -> None:
-        """Compares a run's with them."""
+        """Compares a run's losses with these."""
         records = read_metrics(folder)
         assert [record["step"] for record in records] == list(range(1, len(records) + 1))
         if len(records) > len(self._losses):
-            stop = f"train.stop_step={max(len(records), 150)}"  # enough for all tests, as a rule
+            stop = f"train.stop_step={max(len(records), 150)}"  # usually enough for all tests
             finished = python("train.py", config, *SETTINGS, "run.name=reference", stop)
             assert finished.code == 0, finished.errors
             self._losses = [record["loss"] for record in read_metrics(folder.parent / "reference")]
@@ -104,14 +104,14 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
-    """One for all tests: their runs differ only in what happens to them."""
+    """One for all tests, since their runs have the same settings."""
     return Reference()
 
 
 def test_bare_launchers_train_and_end_when_the_cable_is_cut(
     hosts: TwoHosts, tiny_config: Path, tmp_path: Path, reference: Reference
 ) -> None:
-    """Two runs at once, under deepspeed with pdsh and under torchrun; no rank waits for longer than the timeout."""
+    """Two runs at once, under deepspeed with pdsh and under torchrun; no rank waits longer than the timeout."""
     settings = [str(tiny_config), *SETTINGS, f"deepspeed.timeout_seconds={TIMEOUT_SECONDS}"]
     variables = hosts.folder / "deepspeed_env"
     variables.write_text("DS_ACCELERATOR=cpu\nOMP_NUM_THREADS=1\nGLOO_SOCKET_IFNAME=eth0\n")
@@ -134,14 +134,14 @@ def test_bare_launchers_train_and_end_when_the_cable_is_cut(
     assert wait_for_end(ranks, seconds=TIMEOUT_SECONDS + 20) > TIMEOUT_SECONDS - 2
     assert finish(deepspeed, timeout=30).code != 0
     assert finish(nodes[0], timeout=60).code != 0
-    hosts.mend()
+    hosts.restore()
     finish(nodes[1])
     assert hosts.left() == []
     for folder in folders.values():
         reference.check(tiny_config, folder, relative=1e-5)
 
 
-def test_deaths_short_cuts_and_requests(
+def test_a_run_survives_killed_processes_and_a_short_cut(
     hosts: TwoHosts, tiny_config: Path, tmp_path: Path, reference: Reference
 ) -> None:
     """`launch.run` with deepspeed: a killed rank, a killed launcher, a flapping cable, SIGTERM; one curve."""
@@ -165,8 +165,8 @@ def test_deaths_short_cuts_and_requests(
     hosts.cut()
     time.sleep(4)
     before = step(folder)
-    hosts.mend()
-    wait_until(lambda: step(folder) > before + 2, "steps after the cable was mended", process)
+    hosts.restore()
+    wait_until(lambda: step(folder) > before + 2, "steps after the cable was restored", process)
     hosts.a.signal(process, signal.SIGTERM)
     finished = ends(process, hosts)
     assert finished.code == EXIT_STOPPED, finished.output + finished.errors
@@ -195,7 +195,7 @@ def test_a_lost_host_is_left_out_until_it_is_back(
     wait_until(lambda: hosts.b.processes() == [], "an empty host", process)
 
     wait_for_progress(hosts, folder, (1, 0), process)
-    hosts.mend()
+    hosts.restore()
     (rank,) = hosts.a.ranks()
     rank.kill()
     wait_for_ranks(hosts, (1, 1), process)
@@ -258,7 +258,7 @@ def test_every_node_calls_the_command(hosts: TwoHosts, tiny_config: Path, tmp_pa
     assert list_checkpoints(folder / "checkpoints")[-1][0] == step(folder)
 
 
-def test_what_is_wrong_before_a_run(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
+def test_problems_before_a_run_are_one_line_each(hosts: TwoHosts, tiny_config: Path, tmp_path: Path) -> None:
     """A host that does not answer, one with two names, different source code, a port in use: one line each."""
     more = hosts.hostfile(more="host-c slots=1\n")
     finished = ends(hosts.a.start(run_command(tiny_config, "--hostfile", more)), hosts)

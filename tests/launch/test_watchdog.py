@@ -26,7 +26,7 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     def end(code: int) -> None:
         assert code == 1
         ended.set()
-        threading.Event().wait()  # for good, in a daemon
+        threading.Event().wait()  # forever, in a daemon thread
 
     monkeypatch.setattr(watchdog.os, "_exit", end)
     monkeypatch.setattr(watchdog, "POLL_SECONDS", 0.01)
@@ -53,7 +53,7 @@ def test_no_progress_ends_the_process_with_the_stacks_of_all_threads(tmp_path: P
     assert text.count("hread 0x") >= 3  # it, the watchdog and its reporter
 
 
-def test_the_start_and_slow_work_have_a_limit_of_their_own(tmp_path: Path, ends: threading.Event) -> None:
+def test_the_start_and_slow_work_have_their_own_limit(tmp_path: Path, ends: threading.Event) -> None:
     with dog(tmp_path) as watch:
         assert watch.limit_seconds() == 100
         watch.step_finished(1)

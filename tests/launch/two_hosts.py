@@ -1,5 +1,5 @@
-"""Two hosts on one machine: network namespaces joined by a virtual cable, each with an sshd, processes, a host name and
-a shared-memory folder of its own, and with the machine's files.
+"""Two hosts on one machine: network namespaces joined by a virtual cable. Each has its own sshd, processes, host name
+and shared memory, and shares the machine's files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Host *
 
 
 def why_not() -> str | None:
-    """Why there cannot be such hosts here; None where there can."""
+    """Returns why such hosts cannot be created here; None if they can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
     if missing:
         return f"{', '.join(missing)} missing; Debian's packages are openssh-server, pdsh and iproute2"
@@ -75,13 +75,13 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class TestHost:
-    """One of the two.
+    """One of the two hosts.
 
     Attributes:
-        name: of the host.
-        address: of its end of the cable.
-        namespace: its network namespace.
-        init: process id of its first process, as this process sees it.
+        name: The host name.
+        address: The address of its end of the cable.
+        namespace: The name of its network namespace.
+        init: The process id of its first process, in this process's namespace.
     """
 
     __test__ = False  # for pytest
@@ -113,12 +113,12 @@ class TestHost:
 
     @staticmethod
     def signal(process: subprocess.Popen[str], number: int) -> None:
-        """Sends a signal to a command that was started there; nsenter, which stands for it here, passes none on."""
+        """Sends a signal to a command that was started there, since nsenter, its parent, does not forward signals."""
         (command,) = psutil.Process(process.pid).children()
         command.send_signal(number)
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """The host's processes whose command line has all these words, as parts of words; sshd and its like apart."""
+        """Returns the host's Python processes whose command line contains all these strings."""
         found = []
         namespace = os.readlink(f"/proc/{self.init}/ns/pid")
         for process in psutil.process_iter():
@@ -130,7 +130,7 @@ class TestHost:
         return found
 
     def ranks(self) -> list[psutil.Process]:
-        """The processes that run train.py themselves."""
+        """Returns the processes that run train.py themselves."""
         return [process for process in self.processes("train.py") if _is_rank(process)]
 
 
@@ -138,8 +138,8 @@ class TwoHosts:
     """Both hosts, and the cable between them.
 
     Attributes:
-        hosts: a and b.
-        folder: of their files.
+        hosts: The hosts a and b.
+        folder: The folder of their files.
     """
 
     def __init__(self, hosts: tuple[TestHost, TestHost], folder: Path) -> None:
@@ -147,25 +147,25 @@ class TwoHosts:
         self.folder = folder
 
     def hostfile(self, slots: int = 1, more: str = "", b_first: bool = False) -> str:
-        """The path of one with both hosts; rank 0 is on the first of them."""
+        """Writes a hostfile with both hosts and returns its path; rank 0 is on the first host."""
         path = self.folder / f"hosts-{secrets.token_hex(4)}"
         hosts = reversed(self.hosts) if b_first else self.hosts
         path.write_text("".join(f"{host.name} slots={slots}\n" for host in hosts) + more)
         return str(path)
 
     def cut(self) -> None:
-        """Takes the cable away: packets go to a network card that does not exist, and nobody is told."""
+        """Cuts the cable silently: packets go to a hardware address that does not exist."""
         for here, there in ((self.a, self.b), (self.b, self.a)):
-            nobody = ["lladdr", "02:00:00:00:00:99", "nud", "permanent"]
-            _run("ip", "-n", here.namespace, "neigh", "replace", there.address, *nobody, "dev", "eth0")
+            unused = ["lladdr", "02:00:00:00:00:99", "nud", "permanent"]
+            _run("ip", "-n", here.namespace, "neigh", "replace", there.address, *unused, "dev", "eth0")
 
-    def mend(self) -> None:
-        """Puts it back."""
+    def restore(self) -> None:
+        """Restores the cable."""
         for here, there in ((self.a, self.b), (self.b, self.a)):
             _run("ip", "-n", here.namespace, "neigh", "delete", there.address, "dev", "eth0", check=False)
 
     def left(self) -> list[str]:
-        """The command lines of all processes that a run would have started and that still are there."""
+        """Returns the command lines of all processes of a run that are still running."""
         lines = []
         for host in self.hosts:
             for process in host.processes():
@@ -174,7 +174,7 @@ class TwoHosts:
         return lines
 
     def kill_all(self) -> None:
-        """Ends what tests have left."""
+        """Kills all processes of runs."""
         for host in self.hosts:
             for process in host.processes():
                 with contextlib.suppress(psutil.Error):
@@ -183,7 +183,7 @@ class TwoHosts:
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
-    """Makes the hosts, and removes them with all that runs on them."""
+    """Creates the hosts, and removes them with all their processes."""
     folder = Path(tempfile.mkdtemp(prefix="two-hosts-", dir="/tmp"))
     names = ("host-a", "host-b")
     namespaces = [f"{name}-{folder.name[-6:]}" for name in names]
@@ -202,7 +202,7 @@ def two_hosts() -> Iterator[TwoHosts]:
         yield made
     finally:
         for init in inits:
-            init.kill()  # and by --kill-child the host's first process, and with it all others
+            init.kill()  # --kill-child also kills the host's first process, and with it all others
             init.wait()
         for namespace in namespaces:
             _run("ip", "netns", "delete", namespace, check=False)
@@ -213,7 +213,7 @@ def _write_files(folder: Path, names: Sequence[str]) -> None:
     for name in ("key", "host_key"):
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
     addresses = "".join(f"10.77.0.{number} {name}\n" for number, name in enumerate(names, start=1))
-    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}10.77.0.3 host-c\n")  # nobody is host-c
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}10.77.0.3 host-c\n")  # host-c does not exist
     (folder / "ssh_config.d").mkdir()
     (folder / "ssh_config.d/test.conf").write_text(_SSH.format(port=SSH_PORT, folder=folder))
     for name in names:
@@ -222,7 +222,7 @@ def _write_files(folder: Path, names: Sequence[str]) -> None:
 
 
 def _connect(namespaces: Sequence[str]) -> None:
-    """A virtual cable, with the same interface name at both ends."""
+    """Creates a virtual cable, with the same interface name at both ends."""
     a, b = namespaces
     for namespace in namespaces:
         _run("ip", "netns", "add", namespace)
@@ -246,7 +246,7 @@ def _boot(folder: Path, name: str, namespace: str) -> subprocess.Popen[bytes]:
 
 
 def _child_of(init: subprocess.Popen[bytes]) -> int:
-    """The host's first process: `ip` becomes `unshare`, which has one child."""
+    """Returns the process id of the host's first process: `ip` becomes `unshare`, which has one child."""
     end = time.monotonic() + START_SECONDS
     while not (children := psutil.Process(init.pid).children()):
         assert init.poll() is None and time.monotonic() < end, "the host did not start"
