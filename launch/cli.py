@@ -110,7 +110,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except FileExistsError:
-        raise RunError(f"{partial}: another process is writing it, or was killed; delete it if so") from None
+        raise RunError(f"{partial}: another process is writing it; delete it if that process was killed") from None
     try:
         yield partial
         if out.exists():
