@@ -69,5 +69,5 @@ def mark_done(folder: RunFolder, step: int, loss: float) -> None:
 
 
 def is_own_file(name: str) -> bool:
-    """Whether a run writes a file or folder of this name."""
+    """Whether a run writes a file or folder with this name."""
     return name in _OWN_NAMES or name.endswith(".tmp") or _RANK_FILE.match(name) is not None

@@ -19,7 +19,7 @@ from launch.distributed.topology import Topology
 from launch.engine.build import build_model
 from launch.engine.engine import Engine
 from launch.engine.step_report import PendingReport, StepReport
-from launch.optim.optimizer import build_optimizer, group_rates
+from launch.optim.optimizer import build_optimizer, group_learning_rates
 from launch.training.data import TrainingData, batch_geometry, probe_batch, training_batches
 from model.gpt import GPT
 from model.initialisation import initialise
@@ -105,7 +105,7 @@ class EngineLoop:
         start = time.perf_counter()
         batch = next(self._loader)
         self.data_seconds.append(time.perf_counter() - start)
-        rates = group_rates(self._step, self._config, self.engine.groups)
+        rates = group_learning_rates(self._step, self._config, self.engine.groups)
         report = self.engine.train_step(self._step, batch, rates, self.data_seconds[-1], stop_requested=False)
         self.read_pending()
         self._pending = report
@@ -154,7 +154,7 @@ class BareLoop:
         """One optimizer step."""
         step = len(self.losses)
         batch = self._batches[step % len(self._batches)]
-        rates = group_rates(step, self._config, self._groups)
+        rates = group_learning_rates(step, self._config, self._groups)
         for group in self._optimizer.param_groups:
             group["lr"] = rates[group["name"]]
         loss_sum = torch.zeros((), device=self._device)

@@ -441,7 +441,7 @@ def test_a_bad_token_on_one_rank_leaves_no_traceback_on_the_other(tiny_config: P
 
 def test_a_fault_of_the_programs_own_leaves_its_stack_in_the_log(tiny_config: Path, tmp_path: Path) -> None:
     script = (
-        "import runpy, sys; from launch.training import trainer; trainer.group_rates = lambda *arguments: 1 / 0; "
+        "import runpy, sys; from launch.training import trainer; trainer.group_learning_rates = lambda *_: 1 / 0; "
         "sys.argv = ['train.py', *sys.argv[1:]]; runpy.run_path('train.py', run_name='__main__')"
     )
     finished = python("-c", script, tiny_config)

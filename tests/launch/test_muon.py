@@ -39,7 +39,7 @@ from launch.optim.muon import (
     orthogonalise_blocks,
     split_into_blocks,
 )
-from launch.optim.optimizer import group_rates
+from launch.optim.optimizer import group_learning_rates
 from launch.optim.schedule import learning_rate
 from model.gpt import GPT
 from model.initialisation import initialise
@@ -378,7 +378,7 @@ def test_a_batch_larger_than_the_limit_gives_the_same(monkeypatch: pytest.Monkey
 
 
 def test_only_matrices_are_split() -> None:
-    with pytest.raises(ValueError, match=r"sink: has shape \(4,\), and Muon is for matrices only"):
+    with pytest.raises(ValueError, match=r"sink: has shape \(4,\); Muon expects a matrix"):
         split_into_blocks("sink", (4,))
 
 
@@ -414,7 +414,7 @@ def test_rates_of_the_parameters_that_have_adamw(tiny_config: Path) -> None:
     settings = ["optim={name: muon, lr: 8e-3, warmup_steps: 2, schedule: constant}", "qk_control.policy=constant"]
     own = load_config(tiny_config, [*settings, "optim.muon.adamw_lr=4e-3"])
     expected = {"query_key": 4e-4, "query_key_no_decay": 2e-4, "decay": 4e-3, "no_decay": 2e-3, "head": 2e-3}
-    assert group_rates(0, own, GroupName) == pytest.approx(expected)
-    assert group_rates(5, own, GroupName) == pytest.approx({name: 2 * rate for name, rate in expected.items()})
-    shared = group_rates(0, load_config(tiny_config, settings), GroupName)
+    assert group_learning_rates(0, own, GroupName) == pytest.approx(expected)
+    assert group_learning_rates(5, own, GroupName) == pytest.approx({name: 2 * rate for name, rate in expected.items()})
+    shared = group_learning_rates(0, load_config(tiny_config, settings), GroupName)
     assert shared["decay"] == shared["no_decay"] == shared["head"] == 4e-3

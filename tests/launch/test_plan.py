@@ -9,7 +9,7 @@ import pytest
 
 from configs.load import load_config
 from launch.errors import EXIT_USAGE
-from launch.planning.fit import USABLE
+from launch.planning.fit import USABLE_FRACTION
 from launch.planning.memory import model_sizes, plan_memory
 from launch.planning.plan import ASSUMED_VOCAB_SIZE, print_plan
 from tests.conftest import ROOT, python
@@ -65,7 +65,7 @@ def test_a_configuration_fits_the_gpus_that_it_names(name: str, num_gpus: int) -
     assert sizes.num_parameters == int(stated[1].replace(",", ""))
     assert config.train.global_batch_tokens % (num_gpus * config.train.micro_batch_size * config.model.max_seq_len) == 0
     memory = 24e9 if "24 GB" in about else 80e9
-    assert plan_memory(sizes, config, config.deepspeed.zero_stage, num_gpus).peak <= USABLE * memory
+    assert plan_memory(sizes, config, config.deepspeed.zero_stage, num_gpus).peak <= USABLE_FRACTION * memory
 
 
 def test_memory_in_the_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
