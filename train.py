@@ -55,9 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides a key, e.g. optim.lr=1e-3")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--dry-run", action="store_true", help="print what would run, without training")
-    only.add_argument(
-        "--plan", action="store_true", help="propose settings that fit --gpus GPUs with --gpu-memory each"
-    )
+    only.add_argument("--plan", action="store_true", help="propose settings that fit --gpus of --gpu-memory each")
     parser.add_argument("--gpus", metavar="N", help="number of GPUs, for --plan")
     parser.add_argument("--gpu-memory", metavar="80GB", help="memory of one GPU, for --plan and --dry-run")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it

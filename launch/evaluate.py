@@ -1,7 +1,7 @@
 """Computes the loss and perplexity of a text: `python -m launch.evaluate CHECKPOINT --text FILE`.
 
-The text is split into windows of at most the model's context. Each token is predicted once, from the tokens before it in
-its window; the first token of the text is not predicted and does not count.
+The text is split into windows of at most the model's context. Each token except the first is predicted once, from the
+tokens before it in its window.
 
     tokens     0 1 2 3 4 5 6 7 8 9 …
     window 1   ^ ^ ^ ^ ^                 --window 4 (inputs 0–3, targets 1–4)

@@ -164,9 +164,7 @@ class QueryKeyControl:
         if self._rule is None:
             return
         if state.keys() != self._rule.state().keys():
-            log.info(
-                "qk_control.policy: the checkpoint has another policy's state; this policy starts from its initial state"
-            )
+            log.info("qk_control.policy: the checkpoint has another policy's state; starting without it")
             return
         self._rule.load_state(state)
         self._rule.load_tensors(tensors)

@@ -104,7 +104,7 @@ class DriftProbe:
         """Compares with the last measurement and replaces it. Collective.
 
         Args:
-            clipping_LH: The factor that clipping applied to the logits since then, which is not drift; None: no clipping.
+            clipping_LH: The factor that clipping applied to the logits since then, which is not drift; None: none.
 
         Returns:
             The RMS change of each layer's logits: on the last measurement's inputs, which is the change caused by the
@@ -137,7 +137,7 @@ class DriftProbe:
         return tensors
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Restores the tensors of a checkpoint. Returns False and changes nothing if they do not fit this probe batch."""
+        """Restores the tensors of a checkpoint. Returns False without effect if they do not fit this probe batch."""
         shape = (len(self._probe.positions_Q), *self._probe.tokens_BT.shape)
         if "inputs" not in tensors or (tensors["logits"].shape[-2], *tensors["tokens"].shape) != shape:
             return False

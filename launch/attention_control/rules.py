@@ -110,7 +110,7 @@ class QuackRule:
         for kind, table in norms.items():
             for layer, head in (table == 0).nonzero().tolist():
                 raise RunError(
-                    f"qk_control.policy=quack divides by the initial norm of every head, but the norm of head {head} of "
+                    f"qk_control.policy=quack divides by the initial norm of every head, but that of head {head} of "
                     f"{self._weights.layouts[kind].names[layer]} is zero; start from other weights "
                     "(run.init_from), or set qk_control.policy=constant"
                 )
@@ -221,7 +221,7 @@ class AdaptiveRule:
         """Restores the probe batch and its last measurement, unless the configuration has another probe batch."""
         if not self._probe.load_tensors(tensors):
             log.info(
-                "the checkpoint has no measurement of this probe batch (monitor.probe_sequences, probe_queries); drift restarts"
+                "monitor.probe_sequences, probe_queries: no measurement in the checkpoint fits them; drift restarts"
             )
             self._start_step = None
 

@@ -104,10 +104,8 @@ class GgufFile:
         """Converts the file's byte-level tokenizer to a tokenizer.json; or returns None and the reason."""
         kind, cut = self._fields.get("tokenizer.ggml.model"), self._fields.get("tokenizer.ggml.pre", "default")
         if kind != "gpt2" or cut not in _DIGITS_ALONE:
-            return (
-                None,
-                f"the file's tokenizer ({kind}, {cut}) cannot be converted; pass its tokenizer.json to later commands with --tokenizer",
-            )
+            reason = f"the file's tokenizer ({kind}, {cut}) cannot be converted"
+            return None, f"{reason}; pass its tokenizer.json to later commands with --tokenizer"
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
         try:

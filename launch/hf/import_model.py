@@ -58,7 +58,7 @@ def import_model(path: Path, out: Path) -> None:
             raise ConfigError([f"{path}: {problem}" for problem in problems])
         if tokenizer is not None and tokenizer.vocab_size > (imported.model.vocab_size or 0):
             remarks.append(
-                f"the tokenizer is omitted: it has {tokenizer.vocab_size} ids, the model only {imported.model.vocab_size}"
+                f"the tokenizer is omitted: it has {tokenizer.vocab_size} ids, the model {imported.model.vocab_size}"
             )
             tokenizer = None
         folder = stack.enter_context(new_folder(out))

@@ -4,8 +4,8 @@ A public tensor holds one or more of the model's matrices, interleaved by head:
 
     rows of head 0 of the first matrix, rows of head 0 of the second, …, rows of head 1 of the first, …
 
-In some layouts the two rows of a rotary pair are adjacent in a head (i, i + 1); in this model they are half a head apart
-(i, i + R/2).
+In some layouts the two rows of a rotary pair are adjacent in a head (i, i + 1); in this model they are half a head
+apart (i, i + R/2).
 """
 
 from __future__ import annotations

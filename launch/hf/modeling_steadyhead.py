@@ -1,6 +1,6 @@
 """A GPT trained with Steadyhead whose attention no architecture of `transformers` implements.
 
-Load it with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. `attention` in config.json lists its
+Load it with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. `attention` in config.json has its
 options: multi-head or latent attention (MLA), norms of queries and keys or of latents, a cap on the logits,
 Scalable-Softmax, a sink, a gate. The cache of `transformers` stores the keys and values themselves, not the latents.
 

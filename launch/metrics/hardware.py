@@ -6,7 +6,7 @@ import re
 
 import torch
 
-# Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets. The first match counts, so longer names are first.
+# Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets. The first match counts: longer names first.
 PEAK_BF16_FLOPS = (
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),

@@ -1,8 +1,8 @@
 """Activation memory: bytes that the forward pass of one micro-batch saves for the backward pass, and those of the loss.
 
-Counted for eager PyTorch, as Korthikanti et al. (arXiv 2205.05198) do for a GPT with biases, dropout and a score matrix.
-Fused attention saves its inputs, its output and one logsumexp per query, never the T x S scores. `torch.compile` fuses
-and recomputes operations, and saves less.
+Counted for eager PyTorch, as Korthikanti et al. (arXiv 2205.05198) do for a GPT with biases, dropout and a matrix of
+scores. Fused attention saves its inputs, its output and one logsumexp per query, never the T x S scores.
+`torch.compile` fuses and recomputes operations, and saves less.
 
 RMSNorm differs between CPU and GPU: the CUDA kernel saves its input, the CPU's composite saves fp32 copies of it and of
 the normalised values. At stage 0 in bf16 the weights are fp32; autocast rounds them, and it rounds a norm's output once
@@ -79,9 +79,9 @@ def head_bytes(config: Config, stage: int) -> float:
 def loss_bytes(config: Config, stage: int) -> float:
     """Further bytes at the peak of the loss: the logits of a chunk and the head's gradient.
 
-    A chunk's fp32 matrix holds first the logits, then their exponentials, then the gradient. A chunk's matrices are freed
-    after the next chunk's are allocated, so with two or more chunks two sets exist. Each has a copy in the compute dtype.
-    The head's gradient is summed in fp32, from products in the compute dtype.
+    A chunk's fp32 matrix holds first the logits, then their exponentials, then the gradient. Its matrices are freed after
+    the next chunk's are allocated, so with two or more chunks two sets exist. Each matrix has a copy in the compute
+    dtype. The head's gradient is summed in fp32, from products in the compute dtype.
     """
     assert config.model.vocab_size is not None
     in_bf16 = config.train.precision == "bf16"

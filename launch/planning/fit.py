@@ -105,8 +105,8 @@ def min_gpus_lines(sizes: ModelSizes, config: Config, gpu_bytes: float) -> list[
 def propose(sizes: ModelSizes, config: Config, num_gpus: int, gpu_bytes: float) -> Fit | None:
     """Returns the cheapest settings that fit, with the largest micro-batch; None if none do.
 
-    Checkpointing costs a third more FLOPs, so all stages are tried without it first; a higher stage costs communication.
-    Stage 0 partitions nothing, so it is proposed for one GPU only.
+    Checkpointing costs a third more FLOPs, so all stages are tried without it first. A higher stage costs
+    communication. Stage 0 partitions nothing, so it is proposed for one GPU only.
     """
     assert config.data.seq_len is not None
     samples_per_rank = math.ceil(config.train.global_batch_tokens // config.data.seq_len / num_gpus)

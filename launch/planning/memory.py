@@ -1,8 +1,8 @@
 """Device memory of one rank during a training step, from what DeepSpeed 0.19.8 allocates and when.
 
 A step has four moments: the end of the forward pass, the backward pass, the reduction of the gradients, and the
-optimizer's step. No moment has all allocations, so the peak is the sum at the largest moment, not the sum of each part's
-maximum. With P parameters, R ranks, g parameters in the largest group and b elements per bucket (`reduce_bucket_size`,
+optimizer's step. No moment has all allocations, so the peak is the sum of the parts at one moment, not the sum of their
+maxima. With P parameters, R ranks, g parameters in the largest group and b elements per bucket (`reduce_bucket_size`,
 at most P), in bytes:
 
     stage     weights   masters, moments   gradients   further in reduction             further in step
@@ -143,7 +143,7 @@ def model_sizes(config: Config) -> ModelSizes:
 
 
 def _muon_working(blocks: list[Block]) -> int:
-    """Elements in the iteration's largest batch: its matrices before and after a step, and two of their Gram matrices."""
+    """Elements in the iteration's largest batch: matrices before and after a step, and two Gram matrices of each."""
     counts: dict[tuple[int, int], int] = {}
     for block in blocks:
         counts[block.shape] = counts.get(block.shape, 0) + 1

@@ -65,7 +65,7 @@ def locate_samples(data: TrainingData, samples: Sequence[int], seq_len: int) -> 
 
 
 def report_samples(folder: RunFolder, step: int, records: Sequence[dict[str, Any]]) -> str:
-    """Writes the records of a step's samples to a file, and returns a summary that names the first ones and the file."""
+    """Writes the records of a step's samples to a file, and returns a summary that names the first ones."""
     path, number = folder.bad_batches / f"step_{step:08d}.jsonl", 1
     try:
         path.parent.mkdir(exist_ok=True)

@@ -88,8 +88,8 @@ def open_data(config: Config) -> tuple[TrainingData, Config]:
 def list_sources(config: Config) -> tuple[dict[str, str], list[Phase]]:
     """Returns the sources of all phases, and the phases, of which data.sources is the first.
 
-    A phase that names the path of an earlier phase continues that source; the n-th mention of a path in a phase continues
-    the n-th source with that path.
+    A phase that names the path of an earlier phase continues that source; the n-th mention of a path in a phase
+    continues the n-th source with that path.
 
     Returns:
         Key (`data.sources.0`, `data.phases.0.sources.1`) -> path of each source, in order of appearance; and the
