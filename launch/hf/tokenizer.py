@@ -189,9 +189,9 @@ def _bpe(model: Any) -> Any:
 def _splitter(model: Any) -> Any:
     """Isolates text that must not become part of a longer piece.
 
-    In a unigram model: characters in the names of control and byte pieces that are not pieces themselves. They are split
-    off in any case; isolating them keeps a whole name from being matched. In a bpe model: user-defined pieces, which
-    SentencePiece matches first.
+    In a unigram model: characters in the names of control and byte pieces that are not pieces themselves. They are
+    split off in any case; isolating them keeps a whole name from being matched. In a bpe model: user-defined pieces,
+    which SentencePiece matches first.
     """
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split

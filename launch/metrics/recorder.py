@@ -141,8 +141,8 @@ class StragglerWarnings:
         if slowest is not None and slowest not in self._named:
             self._named.add(slowest)
             log.warning(
-                "rank %d is slow: its forward passes took %.3f s per step over the last %d steps (until step %d), the fastest "
-                "rank's %.3f s",
+                "rank %d is slow: its forward passes took %.3f s per step over the last %d steps (until step %d), "
+                "the fastest rank's %.3f s",
                 slowest,
                 means[slowest],
                 STRAGGLER_STEPS,

@@ -79,9 +79,9 @@ def head_bytes(config: Config, stage: int) -> float:
 def loss_bytes(config: Config, stage: int) -> float:
     """Further bytes at the peak of the loss: the logits of a chunk and the head's gradient.
 
-    A chunk's fp32 matrix holds first the logits, then their exponentials, then the gradient. Its matrices are freed after
-    the next chunk's are allocated, so with two or more chunks two sets exist. Each matrix has a copy in the compute
-    dtype. The head's gradient is summed in fp32, from products in the compute dtype.
+    A chunk's fp32 matrix holds first the logits, then their exponentials, then the gradient. Its matrices are freed
+    after the next chunk's are allocated, so with two or more chunks two sets exist. Each matrix has a copy in the
+    compute dtype. The head's gradient is summed in fp32, from products in the compute dtype.
     """
     assert config.model.vocab_size is not None
     in_bf16 = config.train.precision == "bf16"

@@ -18,7 +18,7 @@ _OWN_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of the files described in docs/monitoring.md."""
+    """The paths of a run's files, which are described in docs/monitoring.md."""
 
     path: Path
 

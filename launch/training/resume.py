@@ -213,8 +213,8 @@ def _checked_resume(checkpoint: Path, config: Config, data: TrainingData) -> Sta
     if saved_optimizer != config.optim.name:
         raise RunError(
             f"{checkpoint} holds the state of optim.name={saved_optimizer}, which optim.name={config.optim.name} "
-            f"cannot use. Set optim.name={saved_optimizer} to resume, or start a new run (another run.name) from its weights "
-            f"with run.init_from={checkpoint}"
+            f"cannot use. Set optim.name={saved_optimizer} to resume, or start a new run (another run.name) "
+            f"from its weights with run.init_from={checkpoint}"
         )
     if state.step > config.train.last_step:
         raise RunError(

@@ -216,7 +216,7 @@ def test_a_short_text_and_a_folder_without_a_model_are_one_line(
     text.write_text("short")
     for model, message in (
         (gpt2_folder, "has 5 tokens; the largest length needs 64"),
-        (tmp_path, "holds no checkpoint"),
+        (tmp_path, "no checkpoint found"),
     ):
         assert run_here(model, text, tmp_path / "out") == 1
         assert message in capsys.readouterr().err.strip().splitlines()[-1]

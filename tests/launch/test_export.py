@@ -391,7 +391,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest
     assert [path.name for path in full.iterdir()] == ["mine.txt"]
     assert_one_line([str(checkpoint), str(full / "mine.txt")], "not an empty folder", full, capsys)
     assert_one_line([str(tmp_path / "nowhere"), str(out)], "no such checkpoint", out, capsys)
-    assert_one_line([str(full), str(out)], "holds no checkpoint", out, capsys)
+    assert_one_line([str(full), str(out)], "no checkpoint found", out, capsys)
 
     damaged = tmp_path / "damaged"
     shutil.copytree(checkpoint, damaged)

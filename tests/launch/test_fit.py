@@ -69,12 +69,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--plan", "--gpu-memory", "80GB"]
     assert main([config, "model.vocab_size=32000", *options, "--gpus", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith(" parameters; 90% of 80GB are used")
+    assert lines[0].endswith(" parameters; 90% of 80GB is used")
     assert [line.split(":")[0] for line in lines[1:5]] == [f"ZeRO stage {stage}" for stage in range(4)]
     assert lines[5].startswith("proposal for 64: deepspeed.zero_stage=1 train.micro_batch_size=")
     for arguments, message in (
-        (["--plan", "--gpus", "x", "--gpu-memory", "80"], "--gpus: 'x' is not a whole number from 1 on"),
-        (["--plan", "--gpus", "1", "--gpu-memory", "80"], "--gpu-memory: '80' is not a memory; expected e.g. 80GB or"),
+        (
+            ["--plan", "--gpus", "x", "--gpu-memory", "80"],
+            "--gpus: 'x' is not valid; expected an integer of at least 1",
+        ),
+        (
+            ["--plan", "--gpus", "1", "--gpu-memory", "80"],
+            "--gpu-memory: '80' is not a memory size; expected e.g. 80GB or",
+        ),
         ([*options, "--gpus", "1"], "--gpus: 1 of 80GB are too few for this model and sequence length"),
         (["--plan"], "--plan: expected --gpus N and --gpu-memory, e.g. 80GB"),
     ):

@@ -40,7 +40,7 @@ def test_the_command_continues_a_text_it_has_learnt(trained: Path) -> None:
     assert finished.output.startswith("We hold these truths to be self-evident.")
     # 2 layers, keys and values, 2 heads of 16; 4 bytes each on CPU, 2 on GPU
     value_bytes = 2 if torch.cuda.is_available() else 4
-    assert f"cache: {2 * 2 * 2 * 16 * value_bytes} bytes a token\n" in finished.errors
+    assert f"cache: {2 * 2 * 2 * 16 * value_bytes} bytes per token\n" in finished.errors
 
 
 def test_a_seed_decides_the_sample(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +99,7 @@ def test_bad_input_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.Cap
         ([trained, "--tokenizer", "/nowhere.model"], "/nowhere.model"),
         ([small], "holds no tokenizer"),
         ([small, "--tokenizer", tokenizer], "has 390 ids, beyond the model's vocabulary of 128"),
-        ([tmp_path / "empty"], "holds no checkpoint"),
+        ([tmp_path / "empty"], "no checkpoint found"),
         ([damaged], "rank_00001.safetensors: is missing"),
         ([unreadable], "config.yaml"),
     ]

@@ -83,7 +83,7 @@ def test_a_straggler_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     for step in range(4 * STRAGGLER_STEPS):
         watch.update(step, (1.0, 2.0))
     assert len(caplog.messages) == 1
-    assert "rank 1 is slow: its forward passes took 2.000 s a step" in caplog.messages[0]
+    assert "rank 1 is slow: its forward passes took 2.000 s per step" in caplog.messages[0]
     for step in range(2 * STRAGGLER_STEPS):
         watch.update(step, (1.5 + step % 2, 1.0 + step % 2))
     assert len(caplog.messages) == 2

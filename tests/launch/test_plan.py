@@ -83,10 +83,10 @@ def test_memory_in_the_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
             assert rows[(f"{stage}*" if stage == 2 else f"{stage}", f"{num_gpus}")] == [*figures, plan.peak_moment]
     assert "42.95 GB (--gpu-memory)" in output
     assert "ZeRO stage 0: does not fit on any number of GPUs" in output
-    assert re.search(r"ZeRO stage 3: fits on \d+ and more", output)
+    assert re.search(r"ZeRO stage 3: fits on \d+ or more", output)
 
     assert main([path, "--dry-run", "--gpu-memory", "lots"]) == 2
-    assert "--gpu-memory: 'lots' is not a memory; expected e.g. 80GB or 80GiB" in capsys.readouterr().err
+    assert "--gpu-memory: 'lots' is not a memory size; expected e.g. 80GB or 80GiB" in capsys.readouterr().err
     assert main([path, "model.vocab_size=32000", "--dry-run"]) == 0
     assert "80 GB (assumed; --gpu-memory sets it)" in capsys.readouterr().out
 

@@ -58,7 +58,7 @@ def test_whole_tensors_of_any_layout_and_type(tmp_path: Path) -> None:
 
 def test_a_tensor_with_too_few_values_is_a_fault_of_ours(tmp_path: Path) -> None:
     short = StreamedTensor("short", (3,), torch.float32, lambda: [torch.zeros(2)])
-    with pytest.raises(AssertionError, match="short: 2 values"):
+    with pytest.raises(AssertionError, match="short: 2 elements"):
         write_safetensors(tmp_path / "file.safetensors", [short], {})
 
 
