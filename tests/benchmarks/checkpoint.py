@@ -4,8 +4,9 @@ The first table compares actions in one process on the CPU, in alternating round
 to one file, which is then hashed with xxh3 as a checkpoint is, but not synced to disk. The second table has the time
 from the start of `train.py` to its first step.
 
-Targets: saving at most 1.5 times `torch.save`; verification at 1 GB/s; the first step of a resumed run after at most 1.5
-times the sum of a fresh start and reading the checkpoint's bytes.
+Targets: saving at most 1.5 times `torch.save`; verification at 1 GB/s; the first step of a resumed run after at most
+1.5 times the sum of a fresh start and reading the checkpoint's bytes.
+
 
 Run from the repository root: `OMP_NUM_THREADS=1 python tests/benchmarks/checkpoint.py`.
 """

@@ -124,8 +124,8 @@ class EngineLoop:
 class BareLoop:
     """The same training in plain PyTorch, with the same model, batches, optimizer and arithmetic.
 
-    In bf16 that means bf16 weights, fp32 masters and gradients summed in fp32. Autocast over fp32 weights would cast all
-    weights in every micro-batch, which would favour the engine.
+    In bf16 that means bf16 weights, fp32 masters and gradients summed in fp32. Autocast over fp32 weights would cast
+    all weights in every micro-batch, which would favour the engine.
 
     Attributes:
         losses, grad_norms: The values of all steps, on the device.

@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def print_measurement(name: str, none: list[float], monitored: list[float]) -> None:
-    """Prints the cost of a measurement, from the rounds that have one. Step 1 warms up, so the first round is step 2."""
+    """Prints the cost of a measurement, from the rounds that have one; the first round is step 2, after the warm-up."""
     default = MonitorConfig().every_steps
     assert default is not None
     extra = [monitored[i] - none[i] for i in range(len(none)) if (i + 2) % MONITOR_STEPS == 0]
