@@ -7,7 +7,6 @@ from the start of `train.py` to its first step.
 Targets: saving at most 1.5 times `torch.save`; verification at 1 GB/s; the first step of a resumed run after at most
 1.5 times the sum of a fresh start and reading the checkpoint's bytes.
 
-
 Run from the repository root: `OMP_NUM_THREADS=1 python tests/benchmarks/checkpoint.py`.
 """
 
