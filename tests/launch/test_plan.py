@@ -132,7 +132,7 @@ def test_the_dry_run_imports_no_deepspeed_and_needs_no_data() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--gpus", "8"], "--gpus 8 is only for --plan; the launcher starts a run on so many GPUs"),
+        (["--gpus", "8"], "--gpus 8 is only for --plan; the launcher sets the number of GPUs of a run"),
         (["--dry-run", "--gpus", "8"], "--gpus 8 is only for --plan"),
         (["--gpu-memory", "80GB"], "--gpu-memory 80GB is only for --plan and --dry-run"),
         (["--plan", "--dry-run"], "argument --dry-run: not allowed with argument --plan"),
