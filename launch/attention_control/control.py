@@ -113,7 +113,7 @@ class QueryKeyControl:
     def before_base_step(self, flats: Sequence[Tensor]) -> None:
         """Must be called before the base optimizer updates `flats`."""
         if self._rule is not None or self._meter is not None:
-            self._weights.keep(flats)
+            self._weights.copy_masters(flats)
 
     def after_base_step(self, flats: Sequence[Tensor]) -> None:
         """Must be called after the base optimizer has updated `flats`."""
@@ -123,7 +123,7 @@ class QueryKeyControl:
             self._weights.scale(flats, self._factors)
         if self._meter is not None:
             self._meter.add(flats)
-        self._weights.forget(flats)
+        self._weights.drop_copies(flats)
 
     def after_applied_step(self) -> None:
         """Must be called after every step that was applied.

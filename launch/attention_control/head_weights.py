@@ -39,7 +39,7 @@ class HeadWeights:
         for shard, kind, layer in self._shards:
             if kind not in LATENT_GAINS:
                 self._shards_by_flat.setdefault(id(shard.flat), []).append((shard, kind, layer))
-        self._old: dict[int, Tensor] = {}
+        self._copies: dict[int, Tensor] = {}
 
     @property
     def num_layers(self) -> int:
@@ -72,35 +72,35 @@ class HeadWeights:
             dist.all_reduce(squares)
         return {kind: table.sqrt() for kind, table in tables.items()}
 
-    def keep(self, flats: Sequence[Tensor]) -> None:
+    def copy_masters(self, flats: Sequence[Tensor]) -> None:
         """Copies the query/key masters in `flats` before the optimizer updates them."""
         for flat in flats:
             if id(flat) in self._shards_by_flat:
-                self._old[id(flat)] = flat.detach().clone().view(-1)
+                self._copies[id(flat)] = flat.detach().clone().view(-1)
 
-    def forget(self, flats: Sequence[Tensor]) -> None:
-        """Drops the copies that `keep` made."""
+    def drop_copies(self, flats: Sequence[Tensor]) -> None:
+        """Drops the copies that `copy_masters` made."""
         for flat in flats:
-            self._old.pop(id(flat), None)
+            self._copies.pop(id(flat), None)
 
     def scale_steps(self, flats: Sequence[Tensor], ratios: HeadTable) -> int:
-        """Scales the changes since `keep`; returns the number of scaled shards."""
+        """Scales the changes since `copy_masters`; returns the number of scaled shards."""
         num_shards = 0
-        for flat, shard, kind, layer in self._kept_shards(flats):
-            old, ratio_H = shard.view(self._old[id(flat)]), ratios[kind][layer].to(torch.float32)
+        for flat, shard, kind, layer in self._copied_shards(flats):
+            old, ratio_H = shard.view(self._copies[id(flat)]), ratios[kind][layer].to(torch.float32)
             scale_step(shard.master, old, shard.start, self.layouts[kind].numel, ratio_H)
             num_shards += 1
         return num_shards
 
     def add_squared_changes(self, flats: Sequence[Tensor], tables: HeadTable) -> None:
-        """Adds the squared norms of the changes since `keep` to `tables`."""
-        for flat, shard, kind, layer in self._kept_shards(flats):
-            change = shard.master - shard.view(self._old[id(flat)])
+        """Adds the squared norms of the changes since `copy_masters` to `tables`."""
+        for flat, shard, kind, layer in self._copied_shards(flats):
+            change = shard.master - shard.view(self._copies[id(flat)])
             add_squared_norms(change, shard.start, self.layouts[kind].numel, tables[kind][layer])
 
-    def _kept_shards(self, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Shard, Kind, int]]:
+    def _copied_shards(self, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Shard, Kind, int]]:
         for flat in flats:
-            if id(flat) in self._old:
+            if id(flat) in self._copies:
                 for shard, kind, layer in self._shards_by_flat[id(flat)]:
                     yield flat, shard, kind, layer
 
@@ -121,7 +121,7 @@ class UpdateMeter:
         self._squares, self._tables = weights.empty_tables()
 
     def add(self, flats: Sequence[Tensor]) -> None:
-        """Adds the change of `flats` since `HeadWeights.keep`."""
+        """Adds the change of `flats` since `HeadWeights.copy_masters`."""
         self._weights.add_squared_changes(flats, self._tables)
 
     def read(self) -> dict[Kind, tuple[list[float], list[float]]]:

@@ -28,9 +28,9 @@ def prune_checkpoints(checkpoints: Path, config: CheckpointConfig) -> None:
 
 def delete_checkpoint(checkpoint: Path) -> None:
     """Deletes a checkpoint. Renames it first, so that a kill never leaves half a checkpoint under its final name."""
-    doomed = checkpoint.with_name(checkpoint.name + ".old" + PARTIAL_SUFFIX)
-    checkpoint.rename(doomed)
-    shutil.rmtree(doomed)
+    renamed = checkpoint.with_name(checkpoint.name + ".old" + PARTIAL_SUFFIX)
+    checkpoint.rename(renamed)
+    shutil.rmtree(renamed)
 
 
 def clean_leftovers(checkpoints: Path) -> None:

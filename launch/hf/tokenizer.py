@@ -97,7 +97,7 @@ def _sentencepiece_files(
 
     files, remarks = {"tokenizer.model": tokenizer.content}, []
     keys: dict[str, Any] = {}
-    fast, fault = _convert_checked(tokenizer)
+    fast, reason = _convert_checked(tokenizer)
     if fast is not None:
         files["tokenizer.json"] = _with_eod(fast, eod_name)
     if fast is None or not isinstance(fast.model, BPE):
@@ -107,7 +107,7 @@ def _sentencepiece_files(
     if fast is None:
         keys["tokenizer_class"] = _OWN_CLASS
         remarks.append(
-            f"load the tokenizer with trust_remote_code=True: no tokenizer.json was written, because {fault}"
+            f"load the tokenizer with trust_remote_code=True: no tokenizer.json was written, because {reason}"
         )
     return files, keys, remarks
 

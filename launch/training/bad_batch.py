@@ -43,7 +43,7 @@ def locate_samples(data: TrainingData, samples: Sequence[int], seq_len: int) -> 
     columns = (located.source.tolist(), located.epoch.tolist(), located.window.tolist(), places.tolist())
     for sample, number, epoch, window, place in zip(samples, *columns, strict=True):
         source = data.sources[number]
-        pieces = [
+        ranges = [
             {
                 "shard": str(bin_path(shard.prefix)),
                 "documents": [shard.document_of(start), shard.document_of(stop - 1)],
@@ -58,7 +58,7 @@ def locate_samples(data: TrainingData, samples: Sequence[int], seq_len: int) -> 
                 "source": str(source.path),
                 "epoch": epoch,
                 "window": window,
-                "pieces": pieces,
+                "pieces": ranges,
             }
         )
     return records
@@ -76,11 +76,11 @@ def report_samples(folder: RunFolder, step: int, records: Sequence[dict[str, Any
         where = f"all {len(records)} samples are in {path}"
     except OSError as error:
         where = f"{path} could not be written: {error}"
-    named = [_name_piece(piece) for record in records for piece in record["pieces"]]
+    named = [_describe_documents(part) for record in records for part in record["pieces"]]
     more = ", …" if len(named) > NUM_NAMED else ""
     return f"trained on {', '.join(named[:NUM_NAMED])}{more}; {where}"
 
 
-def _name_piece(piece: dict[str, Any]) -> str:
-    first, last = piece["documents"]
-    return f"{piece['shard']} document{'' if first == last else 's'} {first}" + ("" if first == last else f"-{last}")
+def _describe_documents(part: dict[str, Any]) -> str:
+    first, last = part["documents"]
+    return f"{part['shard']} document{'' if first == last else 's'} {first}" + ("" if first == last else f"-{last}")
