@@ -4,7 +4,7 @@ Every part runs in a separate process, so that a failure or timeout affects no o
 OUT/results.json and OUT/results.md after every part. Nothing is downloaded: the data are synthetic shards. `--dry` runs
 the same code with tiny shapes on the CPU, without the measurements that need CUDA.
 
-Run from the repository root: `python tests/gpu/measure.py --out OUT`. README.md in this folder describes what is measured.
+Run from the repository root: `python tests/gpu/measure.py --out OUT`. README.md in this folder describes the results.
 """
 
 from __future__ import annotations
