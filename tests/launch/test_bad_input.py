@@ -124,7 +124,7 @@ def test_a_folder_of_something_else_is_not_touched(tiny_config: Path, tmp_path: 
     stranger = tmp_path / "runs/tiny"
     stranger.mkdir(parents=True)
     (stranger / "thesis.tex").write_text("years of work")
-    assert "holds thesis.tex" in only_error(train(tiny_config))
+    assert "contains thesis.tex" in only_error(train(tiny_config))
     assert [path.name for path in stranger.iterdir()] == ["thesis.tex"]
 
 

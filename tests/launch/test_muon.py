@@ -33,7 +33,7 @@ from launch.optim.muon import (
     Block,
     Fragment,
     MuonWithAdamW,
-    Piece,
+    ShardRange,
     assign_owners,
     make_plan,
     orthogonalise_blocks,
@@ -315,7 +315,7 @@ def test_every_matrix_has_one_owner_and_the_loads_are_balanced(costs: list[int],
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[Block], list[list[Piece]]]:
+def layouts(draw: st.DrawFn) -> tuple[list[Block], list[list[ShardRange]]]:
     """Blocks of some parameters, and pieces of them on some ranks: cut anywhere, in any order, empty ranks included."""
     num_ranks = draw(st.integers(1, 5))
     blocks, pieces = [], [[] for _ in range(num_ranks)]
@@ -332,7 +332,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[Block], list[list[Piece]]]:
 
 
 @given(layout=layouts())
-def test_pieces_on_any_cut_meet_at_their_owners_and_return(layout: tuple[list[Block], list[list[Piece]]]) -> None:
+def test_pieces_on_any_cut_meet_at_their_owners_and_return(layout: tuple[list[Block], list[list[ShardRange]]]) -> None:
     """The plans of all ranks, with the exchange done by hand."""
     blocks, pieces = layout
     plans = [make_plan(blocks, pieces, rank) for rank in range(len(pieces))]
