@@ -148,7 +148,7 @@ def test_bf16_weights_are_the_rounded_masters_from_any_number_of_ranks(
     export(save_model(model, tmp_path / "one"), tmp_path / "out1")
     # As with a large model: in many pieces, with files that are opened again and again.
     monkeypatch.setattr(masters_module, "_CHUNK_ELEMENTS", 1000)
-    monkeypatch.setattr(masters_module, "_VALUES_BEFORE_REOPENING", 3000)
+    monkeypatch.setattr(masters_module, "_ELEMENTS_BEFORE_REOPENING", 3000)
     export(save_model(model, tmp_path / "five", num_ranks=5), tmp_path / "out5")
     name = "model-00001-of-00001.safetensors"
     assert (tmp_path / "out1" / name).read_bytes() == (tmp_path / "out5" / name).read_bytes()
