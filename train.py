@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 finished, 75 stopped on request after a checkpoint, 1 failed, 2 wrong usage."""
+    """Returns the exit code: 0 finished, 75 stopped on request after a checkpoint, 1 failed, 2 wrong usage."""
     options = parse_arguments(arguments)
     is_main = rank_text(os.environ) == "0"
     try:
         config = load_config(options.config, options.overrides)
         if options.dry_run or options.plan:
-            from launch.planning.plan import print_fit, print_plan
+            from launch.planning.plan import print_plan, print_proposal
 
             if options.dry_run:
                 print_plan(config, options.gpu_memory)
             else:
-                print_fit(config, options.gpus, options.gpu_memory)
+                print_proposal(config, options.gpus, options.gpu_memory)
             return EXIT_DONE
         train(config, detect_topology(os.environ, options.local_rank))
     except ConfigError as error:
@@ -46,29 +46,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RunError, DataError, OSError) as error:
         return fail(EXIT_FAILURE, f"rank {rank_text(os.environ)}: {error}")
     except KeyboardInterrupt:
-        return fail(EXIT_FAILURE, "interrupted; the run can go on from its last checkpoint", when=is_main)
+        return fail(EXIT_FAILURE, "interrupted; the run can resume from its last checkpoint", when=is_main)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replaces a key, e.g. optim.lr=1e-3")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides a key, e.g. optim.lr=1e-3")
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--dry-run", action="store_true", help="print what would run, without data or training")
+    only.add_argument("--dry-run", action="store_true", help="print what would run, without training")
     only.add_argument("--plan", action="store_true", help="propose settings that fit --gpus of --gpu-memory each")
-    parser.add_argument("--gpus", metavar="N", help="with --plan: number of GPUs")
-    parser.add_argument("--gpu-memory", metavar="80GB", help="of a GPU; with --plan and --dry-run")
+    parser.add_argument("--gpus", metavar="N", help="number of GPUs, for --plan")
+    parser.add_argument("--gpu-memory", metavar="80GB", help="memory of one GPU, for --plan and --dry-run")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     options = parser.parse_args(arguments)
     if options.gpus is not None and not options.plan:
-        parser.error(f"--gpus {options.gpus} is only for --plan; the launcher starts a run on so many GPUs")
+        parser.error(f"--gpus {options.gpus} is only for --plan; the launcher sets the number of GPUs of a run")
     if options.gpu_memory is not None and not (options.plan or options.dry_run):
         parser.error(f"--gpu-memory {options.gpu_memory} is only for --plan and --dry-run")
     return options
 
 
 def train(config: Config, topology: Topology) -> NoReturn:
-    """Joins the other ranks, runs, and ends the process together with them; returns only by an exception."""
+    """Joins the other ranks, runs, and exits together with them. Never returns normally."""
     stop = StopRequest(config.train.max_seconds, find_watched_parents(os.environ))
     stop.listen()
     register_rank(os.environ)
@@ -94,7 +94,7 @@ def train(config: Config, topology: Topology) -> NoReturn:
 
 
 def run(config: Config, topology: Topology, device: torch.device, stop: StopRequest | None = None) -> int:
-    """One run, from its data to its exit code."""
+    """Runs training in the current process group, and returns the exit code."""
     from launch.distributed.collective import on_all_ranks, on_main_rank
     from launch.engine.build import build_model
     from launch.engine.engine import Engine
@@ -104,8 +104,8 @@ def run(config: Config, topology: Topology, device: torch.device, stop: StopRequ
     from launch.run_folder.lock import FolderLock
     from launch.training.data import batch_geometry, open_data, probe_batch
     from launch.training.resume import check_folder, choose_start, is_finished
-    from launch.training.rollback import Rollback, roll_back
-    from launch.training.start import announce, load_start
+    from launch.training.rollback import Rollback, choose_rollback_start
+    from launch.training.start import load_start, log_run_summary
     from launch.training.trainer import Trainer
 
     data, config = on_all_ranks(lambda: open_data(config))
@@ -120,7 +120,7 @@ def run(config: Config, topology: Topology, device: torch.device, stop: StopRequ
         if is_finished(folder, config):
             return EXIT_DONE
         geometry = batch_geometry(config, topology.world_size)
-        announce(config, data.skipping(start.skipped), geometry, topology, device)
+        log_run_summary(config, data.skipping(start.skipped), geometry, topology, device)
         rollbacks: Counter[Path | None] = Counter()
         while True:
             model = build_model(config, topology, device)
@@ -133,11 +133,11 @@ def run(config: Config, topology: Topology, device: torch.device, stop: StopRequ
             watchdog.expect_slow_start()
             engine.close()
             del model, engine
-            start = roll_back(outcome, first_start, config, folder, topology, rollbacks)
+            start = choose_rollback_start(outcome, first_start, config, folder, topology, rollbacks)
 
 
 def fail(exit_code: int, message: str, when: bool = True) -> int:
-    """Reports an error, on the screen with one line for each problem, and returns the exit code."""
+    """Reports an error, prints one line per problem if `when`, and returns the exit code."""
     report_outcome(RankOutcome(exit_code, message))
     if when:
         lines = message.splitlines()

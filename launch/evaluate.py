@@ -1,12 +1,12 @@
-"""Loss and perplexity of a text: `python -m launch.evaluate CHECKPOINT --text FILE`.
+"""Computes the loss and perplexity of a text: `python -m launch.evaluate CHECKPOINT --text FILE`.
 
-The text is cut into windows of at most the model's context. Each token is predicted once, from the tokens before it in
-its window; the first token of the text has none and is not counted.
+The text is split into windows of at most the model's context. Each token except the first is predicted once, from the
+tokens before it in its window.
 
     tokens     0 1 2 3 4 5 6 7 8 9 …
     window 1   ^ ^ ^ ^ ^                 --window 4 (inputs 0–3, targets 1–4)
     window 2           ^ ^ ^ ^ ^         inputs 4–7, targets 5–8
-    with --stride 2: inputs 0–3, 2–5, 4–7, …; only the last two targets of a window count (all of the first one's)
+    with --stride 2: inputs 0–3, 2–5, 4–7, …; all targets of the first window count, then the last two of each
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run's folder")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="a text file in UTF-8")
-    parser.add_argument("--window", type=int, help="tokens of a window (default: the model's context)")
-    parser.add_argument("--stride", type=int, help="new tokens of each window (default: all of them)")
-    parser.add_argument("--max-tokens", type=int, help="only the first tokens of the text (default: all)")
+    parser.add_argument("--window", type=int, help="tokens per window (default: the model's context)")
+    parser.add_argument("--stride", type=int, help="new tokens per window (default: all of them)")
+    parser.add_argument("--max-tokens", type=int, help="evaluate only the first tokens of the text (default: all)")
     parser.add_argument(
-        "--batch-size", type=int, help=f"windows at once (default: as many as have {DEFAULT_BATCH_TOKENS} tokens)"
+        "--batch-size", type=int, help=f"windows per batch (default: as many as {DEFAULT_BATCH_TOKENS} tokens hold)"
     )
     parser.add_argument("--tokenizer", type=Path, help="tokenizer file; default: the one in the checkpoint")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,4 +1,4 @@
-"""Writes a model for Hugging Face's `transformers`: `python -m launch.export CHECKPOINT OUT`."""
+"""Exports a model for Hugging Face's `transformers`: `python -m launch.export CHECKPOINT OUT`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="type of the weights (default: bf16)")
     parser.add_argument(
-        "--max-shard-size", type=byte_size_argument, default="5GB", metavar="SIZE", help="of one file (default: 5GB)"
+        "--max-shard-size",
+        type=byte_size_argument,
+        default="5GB",
+        metavar="SIZE",
+        help="largest size of a weight file (default: 5GB)",
     )
     return parser.parse_args(arguments)
 

@@ -25,11 +25,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint, or a run's folder")
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument(
-        "--max-new-tokens", type=int, help=f"default: {DEFAULT_NEW_TOKENS}, or what the model's context has room for"
+        "--max-new-tokens", type=int, help=f"default: {DEFAULT_NEW_TOKENS}, or fewer if the model's context is full"
     )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the most likely token (default: 0.8)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 chooses the most likely token (default: 0.8)")
     parser.add_argument("--top-p", type=float, default=0.95, help="nucleus sampling (default: 0.95)")
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer file; default: the one in the checkpoint")
     return parser.parse_args(arguments)
 

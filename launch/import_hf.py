@@ -1,4 +1,4 @@
-"""Makes a checkpoint of a Hugging Face folder or a GGUF file: `python -m launch.import_hf PATH OUT`."""
+"""Creates a checkpoint from a Hugging Face folder or a GGUF file: `python -m launch.import_hf PATH OUT`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="PATH",
         help="a folder with config.json and safetensors (Llama, Qwen3, SmolLM2, dense DeepSeek-V3), or a .gguf file",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder, which becomes the checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help="a new folder for the checkpoint")
     return parser.parse_args(arguments)
 
 

@@ -1,4 +1,4 @@
-"""Builds from a configuration what a run needs of query/key control and of the monitor of attention."""
+"""Builds query/key control, the probe and the attention monitor from a configuration."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def build_control(
     device: torch.device,
     probe: Probe | None,
 ) -> QueryKeyControl | None:
-    """Returns what `qk_control` asks for beyond the groups' learning rates; None with nothing to do or to measure.
+    """Builds the part of `qk_control` beyond the groups' learning rates; None if nothing is controlled or measured.
 
     Args:
         model: The model that runs; QK-Clip attaches its measurement to the layers.
-        specs: Of every parameter.
-        shapes: Whole shape of every parameter.
+        specs: The specification of every parameter.
+        shapes: The full shape of every parameter.
         shards: This rank's shards of the masters.
-        probe: The probe batch, which `adaptive` needs.
+        probe: The probe batch, which `adaptive` requires.
     """
     settings = config.qk_control
     if not settings.chosen.scales_steps and settings.clip_threshold is None and probe is None:
@@ -53,16 +53,16 @@ def build_control(
 
 
 def build_probe(config: Config, model: GPT, tokens_BT: Tensor, shards: Sequence[Shard], device: torch.device) -> Probe:
-    """The probe batch of a run, with the sampled query positions that `monitor.probe_queries` asks for."""
+    """Builds the probe of a run, which samples `monitor.probe_queries` query positions."""
     is_replicated = config.deepspeed.zero_stage == 0
     return Probe(model, tokens_BT, config.monitor.probe_queries, device, shards, is_replicated)
 
 
 def build_monitor(config: Config, probe: Probe | None, records: bool) -> AttentionMonitor | None:
-    """The monitor of attention; None when nothing is to be monitored.
+    """Builds the attention monitor; None if monitoring is off.
 
     Args:
-        records: Whether this rank keeps the measurements.
+        records: Whether this rank records the measurements.
     """
     every_steps = config.monitor.every_steps
     return None if every_steps is None or probe is None else AttentionMonitor(probe, every_steps, records)
@@ -75,7 +75,7 @@ def _build_quack(config: Config, weights: HeadWeights, probe: Probe | None) -> R
 
 
 def _build_adaptive(config: Config, weights: HeadWeights, probe: Probe | None) -> Rule:
-    assert probe is not None, "the caller gives the probe batch"
+    assert probe is not None, "adaptive requires a probe batch"
     settings = config.qk_control
     warmup_steps, last_step = config.optim.warmup_steps, config.train.steps
     return AdaptiveRule(weights, DriftProbe(probe), settings.adaptive, settings.alpha, warmup_steps, last_step)

@@ -1,4 +1,4 @@
-"""What attention does while a model trains: statistics of every head around one step, on the probe batch."""
+"""Attention statistics of every head during training, measured around one step on the probe batch."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from launch.attention_control.probe import Probe
 from model.diagnostics.weights import head_statistics, mean_change, sampled_attention
 from model.stability.drift import sampled_logits
 
-SET_SIZES = (4, 16, 64)  # N of the separability N_s / N
+SET_SIZES = (4, 16, 64)  # the values of N in the separability N_s / N
 
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """One measurement.
+    """One measurement of attention.
 
     Attributes:
-        heads: statistic -> one row of heads a layer; see `head_statistics`, and `logit_change`, the mean |Δlogit| of
-            the step.
-        norms, update_ratios: query/key matrix -> Frobenius norm after the step, and ‖ΔW‖ / ‖W‖ of the step, one a
-            layer.
+        heads: For each statistic, a table with one row of heads per layer: those of `head_statistics`, and
+            `logit_change`, the mean |Δlogit| of the step.
+        norms, update_ratios: For each query/key matrix, its Frobenius norm after the step, and ‖ΔW‖ / ‖W‖ of the step,
+            one value per layer.
     """
 
     heads: dict[str, list[list[float]]]
@@ -32,10 +32,10 @@ class AttentionReport:
 
 
 class AttentionMonitor:
-    """Measures before and after a step.
+    """Measures attention before and after a step.
 
     Args:
-        records: whether this rank keeps the measurement; the others only lend their pieces of the weights.
+        records: Whether this rank records the measurement; the others only contribute their shards of the weights.
     """
 
     def __init__(self, probe: Probe, every_steps: int, records: bool) -> None:
@@ -45,18 +45,18 @@ class AttentionMonitor:
         self._before: list[Tensor] = []
 
     def is_due(self, step: int) -> bool:
-        """Whether the step after `step` finished ones is measured."""
+        """Whether the step that follows `step` finished steps is measured."""
         return (step + 1) % self._every_steps == 0
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Collective."""
+        """Computes the logits before the step. Collective."""
         layers = self._probe.layers()
         self._before = [self._probe.logits(x_BTD).cpu() if self._records else x_BTD.new_empty(0) for x_BTD in layers]
 
     @torch.no_grad()
     def after_step(self, meter: UpdateMeter) -> AttentionReport | None:
-        """The measurement; None on ranks that do not record. Collective."""
+        """Returns the measurement, or None on ranks that do not record it. Collective."""
         sizes = meter.read()
         layers = [
             self._layer_statistics(layer, x_BTD) if self._records else {}

@@ -1,9 +1,9 @@
-"""A fixed probe batch, on which attention is measured while a model trains.
+"""A fixed probe batch, on which attention is measured during training.
 
-Queries, keys and values are computed in fp32, in one spare attention layer that takes the fp32 masters of each layer in
-turn: no hook, no compiled code and no cast of the training step is involved, at any ZeRO stage. (A step can be smaller
-than the rounding of the bf16 weights, so those would not show it.) Only what goes into the layers is the model's own.
-Each sequence counts as one document, also where training keeps attention inside documents (data.mask_documents).
+Queries, keys and values are computed in fp32 in one scratch layer that loads the fp32 masters of each layer in turn, so
+that the training step's hooks, compiled code and casts are not involved, at any ZeRO stage. (A step can be smaller than
+the rounding of bf16 weights.) Only the layers' inputs are computed by the model itself. Each sequence counts as one
+document, even if training masks attention across documents (data.mask_documents).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Probe:
     """Runs the probe batch through a model, layer by layer.
 
     Args:
-        model: whose layers are measured.
-        tokens_BT: the probe batch, the same on all ranks.
-        num_queries: sampled query positions of every sequence.
-        device: where the model computes.
-        shards: this rank's pieces of all parameters.
-        is_replicated: whether every rank holds whole weights (ZeRO stage 0).
+        model: The model whose layers are measured.
+        tokens_BT: The probe batch, the same on all ranks.
+        num_queries: The number of sampled query positions per sequence.
+        device: The model's device.
+        shards: This rank's shards of all parameters.
+        is_replicated: Whether every rank holds all weights (ZeRO stage 0).
 
     Attributes:
-        positions_Q: the sampled positions.
-        layer: the spare attention layer, in fp32.
+        positions_Q: The sampled positions.
+        layer: The scratch attention layer, in fp32.
     """
 
     def __init__(
@@ -57,27 +57,27 @@ class Probe:
         self._full_names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def layers(self) -> Iterator[Tensor]:
-        """Each layer's attention inputs (B, T, D), while `layer` holds that layer's masters. Collective."""
+        """Yields each layer's attention inputs (B, T, D), with that layer's masters in `layer`. Collective."""
         was_training = self._model.training
         self._model.eval()
         for index, x_BTD in enumerate(self._model.attention_inputs(self.tokens_BT.to(self.device))):
-            self._take_weights(cast(Any, self._model.blocks[index]).attention)
+            self._load_weights(cast(Any, self._model.blocks[index]).attention)
             yield x_BTD
         self._model.train(was_training)
 
     def project(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the layer, in fp32."""
+        """The queries, keys and values of the current layer, in fp32."""
         positions_T = torch.arange(x_BTD.shape[1], device=self.device)
         projected: tuple[Tensor, Tensor, Tensor] = self.layer.project(x_BTD.float(), self._model.rotary(positions_T))
         return projected
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """`sampled_logits` of the layer (B, H, Q, T)."""
+        """The `sampled_logits` of the current layer (B, H, Q, T)."""
         q_BHTK, k_BGTK, _ = self.project(x_BTD)
         return sampled_logits(q_BHTK, k_BGTK, self.positions_Q)
 
-    def _take_weights(self, attention: nn.Module) -> None:
-        """Fills `layer` from all ranks' pieces: one all-reduce."""
+    def _load_weights(self, attention: nn.Module) -> None:
+        """Loads the masters from all ranks' shards into `layer`. Collective: one all-reduce."""
         own = dict(self.layer.named_parameters())
         whole = torch.zeros(sum(parameter.numel() for parameter in own.values()), device=self.device)
         parts = dict(zip(own, whole.split([parameter.numel() for parameter in own.values()]), strict=True))
@@ -92,7 +92,7 @@ class Probe:
 
 
 class DriftProbe:
-    """Compares each layer's logits with those of the last measurement, which it keeps in host memory."""
+    """Compares each layer's logits with those of the last measurement, which are kept in host memory."""
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
@@ -101,14 +101,14 @@ class DriftProbe:
 
     @torch.no_grad()
     def measure(self, clipping_LH: Tensor | None = None) -> tuple[list[float], list[float]] | None:
-        """Compares with the last measurement and takes its place. Collective.
+        """Compares with the last measurement and replaces it. Collective.
 
         Args:
-            clipping_LH: what clipping did to the logits since then, which is no drift; None: nothing.
+            clipping_LH: The factor that clipping applied to the logits since then, which is not drift; None: none.
 
         Returns:
-            RMS change of each layer's logits: with the inputs of the last measurement, which is what the query/key
-            weights caused, and with the inputs of now; None at the first measurement.
+            The RMS change of each layer's logits: on the last measurement's inputs, which is the change caused by the
+            query/key weights, and on the current inputs. None at the first measurement.
         """
         probe, inputs, logits, changes = self._probe, [], [], []
         for layer, x_BTD in enumerate(probe.layers()):
@@ -130,14 +130,14 @@ class DriftProbe:
         return own_L, total_L
 
     def tensors(self) -> dict[str, Tensor]:
-        """For a checkpoint: the probe batch, and inputs (L, B, T, D) and logits (L, B, H, Q, T) if any."""
+        """The tensors for a checkpoint: the probe batch, and inputs (L, B, T, D) and logits (L, B, H, Q, T) if any."""
         tensors = {"tokens": self._probe.tokens_BT}
         if self._inputs:
             tensors |= {"inputs": torch.stack(self._inputs), "logits": torch.stack(self._logits)}
         return tensors
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Takes those of a checkpoint; returns False, and takes nothing, when they are of another probe batch."""
+        """Restores the tensors of a checkpoint. Returns False without effect if they do not fit this probe batch."""
         shape = (len(self._probe.positions_Q), *self._probe.tokens_BT.shape)
         if "inputs" not in tensors or (tensors["logits"].shape[-2], *tensors["tokens"].shape) != shape:
             return False

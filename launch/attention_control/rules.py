@@ -1,6 +1,6 @@
-"""What decides the size of each head's step: the policies `quack` and `adaptive` with their state.
+"""The rules that scale each head's step: the policies `quack` and `adaptive` with their state.
 
-`none` and `constant` need no rule: the learning rates of the optimizer's groups say it all.
+`none` and `constant` need no rule: the learning rates of the optimizer's groups implement them.
 """
 
 from __future__ import annotations
@@ -24,40 +24,44 @@ log = logging.getLogger(__name__)
 
 
 class Rule(Protocol):
-    """What decides the ratios of the coming step."""
+    """Computes the ratios of the next step."""
 
     def update(self, step: int) -> HeadTable:
-        """Ratio of every head of every matrix. Collective.
+        """Returns the ratio of every head of every matrix. Collective.
 
         Args:
-            step: finished optimizer steps.
+            step: The number of finished optimizer steps.
         """
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON; the same on all ranks."""
+        """The state for a checkpoint, as JSON; the same on all ranks."""
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes the state of a checkpoint of the same policy."""
+        """Restores the state from a checkpoint of the same policy."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint; the same on all ranks."""
+        """The tensors for a checkpoint; the same on all ranks."""
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes the tensors of a checkpoint of the same policy."""
+        """Restores the tensors from a checkpoint of the same policy."""
 
-    def note_step(self, rate_multiplier: float, clipping_LH: Tensor | None) -> None:
-        """Told after every step that was applied: its rate as a part of the peak's, and what clipping has done to each
-        query head's logits; None without clipping."""
+    def after_applied_step(self, lr_multiplier: float, clipping_LH: Tensor | None) -> None:
+        """Called after every step that was applied.
+
+        Args:
+            lr_multiplier: The step's learning rate divided by the peak learning rate.
+            clipping_LH: The factor that clipping applied to each query head's logits; None without clipping.
+        """
 
     def record(self) -> dict[str, Any]:
-        """What metrics.jsonl should hold of this step besides the ratios."""
+        """Entries for this step's line in metrics.jsonl, besides the ratios."""
 
 
 class QuackRule:
-    """The policy `quack`. The first step of a run (or of a run that takes up the policy) sets the initial norms.
+    """The policy `quack`. The initial norms are those before the first step with this policy.
 
     Args:
-        has_qk_norm, max_ratio, kv_latent_dim: see `quack_ratios`.
+        has_qk_norm, max_ratio, kv_latent_dim: See `quack_ratios`.
     """
 
     def __init__(
@@ -74,10 +78,10 @@ class QuackRule:
         self._initial: dict[Kind, Tensor] | None = None
 
     def update(self, step: int) -> HeadTable:
-        """Raises RunError when a head starts with zero weights."""
+        """Raises RunError if a head starts with zero weights."""
         norms = self._weights.norms()
         if self._initial is None:
-            self._refuse_zeros(norms)
+            self._reject_zeros(norms)
             self._initial = norms
         return quack_ratios(norms, self._initial, self._has_qk_norm, self._max_ratio, self._kv_latent_dim)
 
@@ -96,29 +100,29 @@ class QuackRule:
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         pass
 
-    def note_step(self, rate_multiplier: float, clipping_LH: Tensor | None) -> None:
+    def after_applied_step(self, lr_multiplier: float, clipping_LH: Tensor | None) -> None:
         pass
 
     def record(self) -> dict[str, Any]:
         return {}
 
-    def _refuse_zeros(self, norms: HeadTable) -> None:
+    def _reject_zeros(self, norms: HeadTable) -> None:
         for kind, table in norms.items():
             for layer, head in (table == 0).nonzero().tolist():
                 raise RunError(
-                    f"qk_control.policy=quack divides by the initial norm of every head, and head {head} of "
+                    f"qk_control.policy=quack divides by the initial norm of every head, but that of head {head} of "
                     f"{self._weights.layouts[kind].names[layer]} is zero; start from other weights "
                     "(run.init_from), or set qk_control.policy=constant"
                 )
 
 
 class AdaptiveRule:
-    """The policy `adaptive`: every few steps it measures how far the weights moved the logits, and moves alphas.
+    """The policy `adaptive`: measures every few steps how far the logits drifted, and adjusts each layer's alpha.
 
     Args:
-        alpha: of the group's rate; a layer's ratio is its own alpha divided by it.
-        warmup_steps: intervals that begin earlier are not used.
-        last_step: of the schedule.
+        alpha: The alpha in the group's learning rate; a layer's ratio is its own alpha divided by it.
+        warmup_steps: Intervals that begin earlier are not used.
+        last_step: The last step of the schedule.
     """
 
     def __init__(
@@ -138,16 +142,16 @@ class AdaptiveRule:
         self._controller = AdaptiveController(
             weights.num_layers, alpha, config.target, config.exponent, config.min_alpha
         )
-        self._start_step: int | None = None  # of the interval that is being measured
-        self._progress = 0.0  # its steps, each counted by its rate multiplier
-        self._clipping_LH: Tensor | None = None  # what clipping did to the logits in it
+        self._start_step: int | None = None  # of the current interval
+        self._progress = 0.0  # the sum of its steps' learning rate multipliers
+        self._clipping_LH: Tensor | None = None  # the factor that clipping applied to the logits in it
         self._record: dict[str, Any] = {}
         self._ratios = self._table()
         first_use = warmup_steps + NUM_TARGET_MEASUREMENTS * config.every_steps
         if config.target is None and first_use >= last_step:
             log.warning(
-                "qk_control.adaptive.target: null takes the first %d measurements after the warm-up, to step %d, but "
-                "the run ends at %d, so alpha will stay as it is; set a target, or a smaller every_steps",
+                "qk_control.adaptive.target: null uses the first %d measurements after the warm-up, until step %d, but "
+                "the run ends at step %d, so alpha will not change; set a target, or a smaller every_steps",
                 NUM_TARGET_MEASUREMENTS,
                 first_use,
                 last_step,
@@ -159,8 +163,8 @@ class AdaptiveRule:
             self._measure(step)
         return self._ratios
 
-    def note_step(self, rate_multiplier: float, clipping_LH: Tensor | None) -> None:
-        self._progress += rate_multiplier
+    def after_applied_step(self, lr_multiplier: float, clipping_LH: Tensor | None) -> None:
+        self._progress += lr_multiplier
         if clipping_LH is not None:
             self._clipping_LH = clipping_LH if self._clipping_LH is None else self._clipping_LH * clipping_LH
 
@@ -200,13 +204,13 @@ class AdaptiveRule:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """A changed `qk_control.alpha` wins: every layer starts from it again."""
+        """See `Rule`. If `qk_control.alpha` has changed, every layer restarts from the new value."""
         self._start_step, self._progress = state["start_step"], state["progress"]
         if state["clipping"] is not None:
             self._clipping_LH = torch.tensor(state["clipping"], dtype=torch.float32, device=self._weights.device)
         self._controller.load_state(state["controller"])
         if state["alpha"] != self._alpha:
-            log.info("qk_control.alpha: every layer starts from %g again", self._alpha)
+            log.info("qk_control.alpha has changed: every layer restarts from %g", self._alpha)
             self._controller.alphas = [self._alpha] * len(self._controller.alphas)
         self._ratios = self._table()
 
@@ -214,9 +218,11 @@ class AdaptiveRule:
         return self._probe.tensors()
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """The probe batch and its last measurement, unless the configuration asks for another probe batch."""
+        """Restores the probe batch and its last measurement, unless the configuration has another probe batch."""
         if not self._probe.load_tensors(tensors):
-            log.info("monitor.probe_sequences, probe_queries: another probe batch; the drift is measured afresh")
+            log.info(
+                "monitor.probe_sequences, probe_queries: no measurement in the checkpoint fits them; drift restarts"
+            )
             self._start_step = None
 
     def record(self) -> dict[str, Any]:

@@ -4,12 +4,12 @@
       manifest.json            every other file with its size and hash; written last
       state.json               step, data position, parameters with shapes, optimizer scalars
       config.yaml              the resolved configuration
-      tokenizer…               the tokenizer's file, where the data has one
-      rank_00000.safetensors   one rank's pieces, 1-D fp32: `master/NAME`, `exp_avg/NAME`, …; the range of each
-                               piece within its flattened parameter stands in the file's metadata
+      tokenizer…               the tokenizer's file, if the data has one
+      rank_00000.safetensors   one rank's shards, 1-D fp32: `master/NAME`, `exp_avg/NAME`, …; the file's metadata
+                               holds each shard's range in the flattened parameter
 
-Pieces of all ranks together cover every parameter once, so that any number of ranks at any ZeRO stage can read the
-ranges that it needs. Nothing is pickled. No process group is needed here.
+The shards of all ranks together cover every parameter exactly once, so that any number of ranks at any ZeRO stage can
+read the ranges that it needs. Nothing is pickled, and no process group is needed.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a checkpoint knows besides tensors.
+    """The content of state.json: everything in a checkpoint except tensors and configuration.
 
     Attributes:
-        step: finished optimizer steps.
-        consumed_samples: samples that those steps used.
-        skipped_samples: ranges of the data order that the run leaves out, see `data.skips`.
-        num_ranks, zero_stage: of the run that saved it.
-        parameters: name -> shape.
-        groups: optimizer group -> parameter names.
-        optimizer_tensors: kinds of per-parameter optimizer tensors, e.g. exp_avg; a parameter may lack some of them.
-        optimizer_scalars: per-optimizer numbers, e.g. AdamW's step.
-        policy_state: of a per-head query/key policy, see `launch.attention_control.control`.
-        data_fingerprints: of every source, see `launch.training.data.fingerprint`.
-        tokenizer_sha256, tokenizer_file: hash of the data's tokenizer, and name of the tokenizer's file in this folder.
-        loss: training loss of the last step, or of the last one with a finite loss; val_losses: newest validation
-            losses by set.
-        step_figures: loss and gradient norm of the last steps, see `launch.engine.anomalies`.
+        step: The number of finished optimizer steps.
+        consumed_samples: The number of samples that those steps used.
+        skipped_samples: The ranges of the data order that the run skips; see `data.skips`.
+        num_ranks, zero_stage: The layout of the run that saved the checkpoint.
+        parameters: Parameter name -> shape.
+        groups: Optimizer group -> parameter names.
+        optimizer_tensors: The kinds of per-parameter optimizer tensors, e.g. exp_avg; a parameter may lack some.
+        optimizer_scalars: The optimizer's scalars, e.g. AdamW's step.
+        policy_state: The state of a per-head query/key policy; see `launch.attention_control.control`.
+        data_fingerprints: The fingerprint of every source; see `launch.training.data.fingerprint`.
+        tokenizer_sha256, tokenizer_file: The hash of the data's tokenizer, and its file's name in this folder.
+        loss: The training loss of the last step with a finite loss.
+        val_losses: The latest validation loss of each set.
+        step_figures: The loss and gradient norm of recent steps; see `launch.engine.anomalies`.
     """
 
     step: int
@@ -80,10 +80,10 @@ class TrainingState:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """The checkpoint that a user means: one checkpoint's folder, or the newest in a run's folder.
+    """Returns the checkpoint at a path: a checkpoint's folder, or the newest checkpoint in a run's folder.
 
     Raises:
-        RunError: there is none at that path.
+        RunError: There is none at that path.
     """
     if not path.exists():
         raise RunError(f"{path}: no such checkpoint or run folder")
@@ -91,21 +91,21 @@ def find_checkpoint(path: Path) -> Path:
         return path
     found = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not found:
-        raise RunError(f"{path}: holds no checkpoint (expected {MANIFEST}, or a run's folder with checkpoints/step_…)")
+        raise RunError(f"{path}: no checkpoint found (expected {MANIFEST}, or a run's folder with checkpoints/step_…)")
     return found[-1][1]
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """Size and xxh3 hash of a file, as the manifest lists them."""
+    """The size and xxh3 hash of a file, as listed in the manifest."""
     return {"bytes": path.stat().st_size, "xxh3_128": hash_file(path)}
 
 
 def find_faults(checkpoint: Path, part: int = 0, num_parts: int = 1, check_hashes: bool = True) -> list[str]:
-    """What is wrong with a checkpoint's files, one line each; empty when it is good.
+    """Returns one line for every missing or damaged file of a checkpoint; none if it is undamaged.
 
     Args:
-        part, num_parts: check every num_parts-th file from `part`, so that ranks can share the work.
-        check_hashes: also read every byte; otherwise only sizes are compared.
+        part, num_parts: Check every num_parts-th file starting at `part`, so that ranks can share the work.
+        check_hashes: Read and hash every file; otherwise only sizes are compared.
     """
     try:
         files = _read_manifest(checkpoint)
@@ -127,7 +127,7 @@ def find_faults(checkpoint: Path, part: int = 0, num_parts: int = 1, check_hashe
 
 
 def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """File name -> size and hash. Raises RunError when it is unreadable or lists no checkpoint's files."""
+    """File name -> size and hash. Raises RunError if the manifest is unreadable or not a checkpoint's."""
     path = checkpoint / MANIFEST
     content = _read_json(path)
     files = content.get("files") if isinstance(content, dict) else None
@@ -140,34 +140,36 @@ def _read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_state(checkpoint: Path) -> TrainingState:
-    """Raises RunError when the state cannot be read or is of another format version."""
+    """Reads state.json. Raises RunError if it cannot be read or has another format version."""
     values = _read_json(checkpoint / STATE)
     version = values.get("format_version") if isinstance(values, dict) else None
     if version != FORMAT_VERSION:
-        raise RunError(f"{checkpoint / STATE}: format version {version!r}; this program reads {FORMAT_VERSION}")
+        raise RunError(f"{checkpoint / STATE}: has format version {version!r}; expected {FORMAT_VERSION}")
     try:
         return TrainingState(**values)
     except TypeError as error:
-        raise RunError(f"{checkpoint / STATE}: is not the state of a checkpoint: {error}") from None
+        raise RunError(f"{checkpoint / STATE}: is not a checkpoint's state: {error}") from None
 
 
 def write_state(checkpoint: Path, state: TrainingState) -> None:
-    """Writes state.json and forces it to the disk."""
+    """Writes state.json and syncs it to disk."""
     write_file(checkpoint / STATE, json.dumps(asdict(state), indent=1).encode())
 
 
 def read_config(checkpoint: Path) -> Config:
-    """The resolved configuration of the run that saved the checkpoint."""
+    """Reads the resolved configuration of the run that saved the checkpoint."""
     return load_config(checkpoint / CONFIG)
 
 
 def rank_file(rank: int) -> str:
-    """Name of one rank's file."""
+    """The name of one rank's file."""
     return f"rank_{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _SavedShard:
+    """Elements [start, stop) of a flattened tensor, in one rank's file."""
+
     start: int
     stop: int
     reader: Any  # an open safetensors file
@@ -175,14 +177,14 @@ class _Piece:
 
 
 class CheckpointReader:
-    """Reads ranges of parameters and optimizer tensors out of all ranks' files; use it as a context manager."""
+    """Reads ranges of parameters and optimizer tensors from all ranks' files. A context manager."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Raises RunError when the files cannot be read."""
+        """Raises RunError if the files cannot be read."""
         self.path = checkpoint
         self.state = read_state(checkpoint)
         self._stack = contextlib.ExitStack()
-        self._pieces: dict[str, list[_Piece]] = {}
+        self._shards: dict[str, list[_SavedShard]] = {}
         for rank in range(self.state.num_ranks):
             path = checkpoint / rank_file(rank)
             try:
@@ -194,7 +196,7 @@ class CheckpointReader:
             for name, (start, stop) in ranges.items():
                 for key in (f"{kind}/{name}" for kind in (MASTER, *self.state.optimizer_tensors)):
                     if key in present:
-                        self._pieces.setdefault(key, []).append(_Piece(start, stop, reader, key))
+                        self._shards.setdefault(key, []).append(_SavedShard(start, stop, reader, key))
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -205,61 +207,61 @@ class CheckpointReader:
         self._stack.close()
 
     def optimizer_tensors(self, name: str) -> list[str]:
-        """The kinds of optimizer tensors that a parameter has; none when the run had made no step.
+        """The kinds of optimizer tensors that a parameter has; none if the checkpoint precedes the first step.
 
         Raises:
-            RunError: others have some, but not this one.
+            RunError: This parameter has none, but others do.
         """
-        kinds = [kind for kind in self.state.optimizer_tensors if f"{kind}/{name}" in self._pieces]
+        kinds = [kind for kind in self.state.optimizer_tensors if f"{kind}/{name}" in self._shards]
         if self.state.optimizer_tensors and not kinds:
-            raise RunError(f"{self.path}: has no optimizer state of {name}")
+            raise RunError(f"{self.path}: has no optimizer state for {name}")
         return kinds
 
     def read_range(self, kind: str, name: str, out: Tensor, start: int) -> None:
-        """Fills the 1-D `out` with numbers [start, start + len(out)) of the flattened tensor `kind` of a parameter.
+        """Fills the 1-D `out` with elements [start, start + len(out)) of a parameter's flattened tensor `kind`.
 
         Raises:
-            RunError: the pieces do not cover the range.
+            RunError: The shards do not cover the range.
         """
         stop, filled = start + out.numel(), 0
-        for piece in self._pieces.get(f"{kind}/{name}", ()):
-            first, last = max(start, piece.start), min(stop, piece.stop)
+        for shard in self._shards.get(f"{kind}/{name}", ()):
+            first, last = max(start, shard.start), min(stop, shard.stop)
             if first < last:
-                part = piece.reader.get_slice(piece.key)[first - piece.start : last - piece.start]
+                part = shard.reader.get_slice(shard.key)[first - shard.start : last - shard.start]
                 out[first - start : last - start].copy_(part)
                 filled += last - first
         if filled != out.numel():
-            raise RunError(f"{self.path}: {kind} of {name} has {filled} of the {out.numel()} numbers needed")
+            raise RunError(f"{self.path}: {kind} of {name} has {filled} of the {out.numel()} elements needed")
 
     def read_parameter(self, name: str) -> Tensor:
-        """The whole fp32 master of a parameter, in its shape."""
+        """Reads the whole fp32 master of a parameter."""
         shape = self.state.parameters[name]
         out = torch.empty(int(torch.Size(shape).numel()), dtype=torch.float32)
         self.read_range(MASTER, name, out, 0)
         return out.view(shape)
 
     def read_rank_tensor(self, rank: int, key: str) -> Tensor | None:
-        """A tensor of one rank's file that belongs to no parameter (e.g. `rng/cpu`); None when it is absent."""
+        """Reads a tensor of one rank's file that belongs to no parameter (e.g. `rng/cpu`); None if it is absent."""
         with safe_open(self.path / rank_file(rank), framework="pt") as reader:
             return reader.get_tensor(key) if key in reader.keys() else None  # noqa: SIM118 - not a mapping
 
     def read_rank_tensors(self, rank: int, prefix: str) -> dict[str, Tensor]:
-        """All tensors of one rank's file under a prefix, by what follows it."""
+        """Reads all tensors of one rank's file with a prefix; the keys of the result omit it."""
         with safe_open(self.path / rank_file(rank), framework="pt") as reader:
             names = [key for key in reader.keys() if key.startswith(prefix)]  # noqa: SIM118 - not a mapping
             return {name.removeprefix(prefix): reader.get_tensor(name) for name in names}
 
 
 def parameter_mismatches(saved: Mapping[str, list[int]], wanted: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """One line for every parameter that is missing, left over or of another shape."""
+    """Yields one line for every parameter that is missing, unexpected or of another shape."""
     for name, shape in wanted.items():
         if name not in saved:
-            yield f"{name}: the checkpoint lacks it"
+            yield f"{name}: missing in the checkpoint"
         elif list(shape) != saved[name]:
-            yield f"{name}: the checkpoint has shape {saved[name]}, the model {list(shape)}"
+            yield f"{name}: shape {saved[name]} in the checkpoint, {list(shape)} in the model"
     for name in saved:
         if name not in wanted:
-            yield f"{name}: only the checkpoint has it"
+            yield f"{name}: missing in the model"
 
 
 def _read_json(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into the engine, at any ZeRO stage and number of ranks."""
+"""Loads a checkpoint into the engine, at any ZeRO stage and number of ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from launch.errors import RunError
 
 
 def restore(engine: Engine, checkpoint: Path, weights_only: bool = False) -> None:
-    """Loads masters, optimizer state and random states, at any ZeRO stage and number of ranks. Collective.
+    """Loads master weights, optimizer state, policy state and, on the same number of ranks, random states. Collective.
 
     Args:
-        weights_only: only the master weights, for `run.init_from`.
+        weights_only: Load only the master weights, for `run.init_from`.
 
     Raises:
-        SharedError: the parameters differ from the model's (every difference is named), or a file cannot be read.
+        SharedError: The parameters differ from the model's (every difference is named), or a file cannot be read.
     """
     on_all_ranks(lambda: _read_shards(engine, checkpoint, weights_only))
-    engine.publish_masters()
+    engine.sync_model_weights()
     if not weights_only:
         engine.load_policy(*on_all_ranks(lambda: _read_policy(checkpoint)))
 
@@ -43,7 +43,7 @@ def _read_shards(engine: Engine, checkpoint: Path, weights_only: bool) -> None:
     with CheckpointReader(checkpoint) as reader:
         mismatches = list(parameter_mismatches(reader.state.parameters, engine.parameter_shapes()))
         if mismatches:
-            raise RunError(f"{checkpoint} does not fit the model: {'; '.join(mismatches)}")
+            raise RunError(f"{checkpoint} does not match the model: {'; '.join(mismatches)}")
         for shard in engine.shards():
             reader.read_range(MASTER, shard.name, shard.master, shard.start)
             kinds = [] if weights_only else reader.optimizer_tensors(shard.name)

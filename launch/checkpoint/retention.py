@@ -1,4 +1,4 @@
-"""Which checkpoints stay: pruning, cleaning up after killed saves, and setting aside an abandoned branch."""
+"""Checkpoint retention: pruning, cleaning up after killed saves, and renaming superseded checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from configs.schema import CheckpointConfig
-from launch.run_folder.checkpoints import ASIDE_SUFFIX, PARTIAL_SUFFIX, list_checkpoints
+from launch.run_folder.checkpoints import PARTIAL_SUFFIX, SUPERSEDED_SUFFIX, list_checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 def prune_checkpoints(checkpoints: Path, config: CheckpointConfig) -> None:
     """Deletes all but the newest `keep_last` checkpoints and the multiples of `keep_every`. For rank 0.
 
-    No checkpoint is newer than the one just saved: those were set aside at the start. A folder that cannot be deleted
-    (one that is being read on a network disk, say) is only reported.
+    No checkpoint is newer than the one just saved, since superseded ones are renamed when the run starts. A folder that
+    cannot be deleted (for example because it is being read over a network file system) only causes a warning.
     """
     for step, path in list_checkpoints(checkpoints)[: -config.keep_last]:
         if config.keep_every is None or step % config.keep_every:
@@ -27,30 +27,30 @@ def prune_checkpoints(checkpoints: Path, config: CheckpointConfig) -> None:
 
 
 def delete_checkpoint(checkpoint: Path) -> None:
-    """Renames first, so that a kill while deleting never leaves half a checkpoint under its name."""
-    doomed = checkpoint.with_name(checkpoint.name + ".old" + PARTIAL_SUFFIX)
-    checkpoint.rename(doomed)
-    shutil.rmtree(doomed)
+    """Deletes a checkpoint. Renames it first, so that a kill never leaves half a checkpoint under its final name."""
+    renamed = checkpoint.with_name(checkpoint.name + ".old" + PARTIAL_SUFFIX)
+    checkpoint.rename(renamed)
+    shutil.rmtree(renamed)
 
 
 def clean_leftovers(checkpoints: Path) -> None:
-    """Deletes what killed saves left behind. For rank 0, before the first save."""
+    """Deletes the leftovers of killed saves and deletions. For rank 0, before the first save."""
     for path in checkpoints.glob(f"*{PARTIAL_SUFFIX}"):
-        log.info("removing %s, left by a save that did not finish", path)
+        log.info("removing %s, left by an interrupted save", path)
         shutil.rmtree(path, ignore_errors=True)
 
 
-def set_newer_aside(checkpoints: Path, step: int) -> None:
-    """Renames checkpoints beyond the step that the run starts from: damaged ones, or of a branch given up. For rank 0.
+def supersede_newer_checkpoints(checkpoints: Path, step: int) -> None:
+    """Renames checkpoints beyond the step that the run starts from (damaged or abandoned ones). For rank 0.
 
-    Otherwise pruning would keep them instead of the run's own, and the next start would take them up.
+    Otherwise pruning would keep them instead of the run's own, and the next start would resume from them.
     """
     for newer, path in list_checkpoints(checkpoints):
         if newer > step:
-            aside = path.with_name(path.name + ASIDE_SUFFIX)
+            target = path.with_name(path.name + SUPERSEDED_SUFFIX)
             number = 1
-            while aside.exists():
+            while target.exists():
                 number += 1
-                aside = path.with_name(f"{path.name}{ASIDE_SUFFIX}_{number}")
-            path.rename(aside)
-            log.warning("%s is beyond the start at step %d; it is now %s", path, step, aside.name)
+                target = path.with_name(f"{path.name}{SUPERSEDED_SUFFIX}_{number}")
+            path.rename(target)
+            log.warning("%s is beyond step %d, where the run starts; renamed to %s", path, step, target.name)

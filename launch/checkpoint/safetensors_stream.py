@@ -1,6 +1,6 @@
-"""Writing a safetensors file piece by piece: nothing is copied whole, and the hash is there when the file is.
+"""Writes a safetensors file chunk by chunk and hashes it on the way, so that no tensor is copied whole.
 
-The format: 8 bytes with the header's length, a JSON header with type, shape and byte range of every tensor, the bytes.
+The format: 8 bytes with the header's length; a JSON header with the type, shape and byte range of every tensor; data.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _ALIGNMENT_BYTES = 8
 
 @dataclass(frozen=True)
 class StreamedTensor:
-    """A tensor of the file.
+    """A tensor to write.
 
     Attributes:
-        dtype: in the file.
-        pieces: makes its values, flattened or not, in order, on any device and of any type.
+        dtype: The type in the file.
+        chunks: Returns the elements in order, as tensors of any shape, type and device.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: Callable[[], Iterable[Tensor]]
+    chunks: Callable[[], Iterable[Tensor]]
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> StreamedTensor:
-        """A tensor that is in memory."""
+        """Wraps a tensor that is in memory."""
         return cls(name, tuple(tensor.shape), tensor.dtype, lambda: [tensor])
 
     @property
-    def num_values(self) -> int:
-        """Product of the shape."""
+    def numel(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -58,16 +58,16 @@ def write_safetensors(
     metadata: dict[str, str],
     on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> str:
-    """Writes all tensors and forces the file to the disk.
+    """Writes all tensors and syncs the file to disk.
 
     Args:
-        on_bytes: is called with the number of bytes after every piece.
+        on_bytes: Called with the number of bytes after every chunk.
 
     Returns:
-        Hex xxh3-128 of the file.
+        The xxh3-128 of the file, in hexadecimal.
 
     Raises:
-        OSError: with the path, when the disk takes no more.
+        OSError: The file cannot be written; the message names it.
     """
     digest = xxhash.xxh3_128()
     try:
@@ -77,14 +77,14 @@ def write_safetensors(
             file.write(header)
             for tensor in tensors:
                 written = 0
-                for piece in tensor.pieces():
-                    values = piece.detach().to("cpu", tensor.dtype).contiguous().view(-1)
+                for chunk in tensor.chunks():
+                    values = chunk.detach().to("cpu", tensor.dtype).contiguous().view(-1)
                     data = values.view(torch.uint8).numpy().data
                     digest.update(data)
                     file.write(data)
                     written += values.numel()
                     on_bytes(values.nbytes)
-                assert written == tensor.num_values, f"{tensor.name}: {written} values for the shape {tensor.shape}"
+                assert written == tensor.numel, f"{tensor.name}: {written} elements for the shape {tensor.shape}"
     except OSError as error:
         raise OSError(f"{path}: {error.strerror or error}") from None
     sync(path)
@@ -95,7 +95,7 @@ def _header(tensors: Sequence[StreamedTensor], metadata: dict[str, str]) -> byte
     header: dict[str, object] = {"__metadata__": metadata}
     start = 0
     for tensor in tensors:
-        stop = start + tensor.num_values * tensor.dtype.itemsize
+        stop = start + tensor.numel * tensor.dtype.itemsize
         dtype = _NAMES[tensor.dtype]
         header[tensor.name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, stop]}
         start = stop

@@ -1,4 +1,4 @@
-"""Saving and restoring over all ranks. The files themselves are `launch.checkpoint.files`' business."""
+"""Saves a checkpoint from all ranks; `launch.checkpoint.files` describes its files."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from launch.run_folder.checkpoints import PARTIAL_SUFFIX, checkpoint_path
 
 log = logging.getLogger(__name__)
 
-POLICY_PREFIX = "policy/"  # prefix of a query/key policy's tensors in rank 0's file
+POLICY_PREFIX = "policy/"  # of a query/key policy's tensors in rank 0's file
 
 
 def save_checkpoint(
     checkpoints: Path, engine: Engine, config: Config, state: TrainingState, tokenizer: Path | None
 ) -> Path:
-    """Writes a checkpoint beside its final name and commits it with one rename. Collective.
+    """Writes a checkpoint under a temporary name and commits it with one rename. Collective.
 
     Raises:
-        SharedError: on every rank when any rank could not write; the unfinished folder is removed and older
+        SharedError: A rank could not write (raised on every rank). The unfinished folder is removed, and older
             checkpoints are untouched.
     """
     final = checkpoint_path(checkpoints, state.step)
@@ -64,8 +64,8 @@ def _make_empty(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     checkpoints = folder.parent
-    if not checkpoints.parent.is_dir():  # made again, it would lie on another disk where a mounted one has vanished
-        raise OSError(f"{checkpoints.parent}: the run's folder has vanished")
+    if not checkpoints.parent.is_dir():  # creating it again could write to the wrong disk if a mount is gone
+        raise OSError(f"{checkpoints.parent}: the run's folder no longer exists")
     checkpoints.mkdir(exist_ok=True)
     folder.mkdir()
     sync(checkpoints.parent)
@@ -74,15 +74,15 @@ def _make_empty(folder: Path) -> None:
 def _write_files(
     folder: Path, engine: Engine, config: Config, state: TrainingState, tokenizer: Path | None
 ) -> dict[str, Any]:
-    """This rank's files, on disk; rank 0 also writes what is common. Returns their manifest entries.
+    """Writes this rank's files (on rank 0 also the shared ones) and returns their manifest entries.
 
     Raises:
-        RunError: a master weight is not finite, so that the checkpoint would be good for nothing.
-        OSError: with the file that could not be written.
+        RunError: A master weight is non-finite, which would make the checkpoint useless.
+        OSError: A file cannot be written; the message names it.
     """
     for shard in engine.shards():
         if not shard.master.isfinite().all():
-            raise RunError(f"{shard.name} holds weights that are not finite")
+            raise RunError(f"{shard.name} has non-finite weights")
     path = folder / rank_file(engine.rank)
     tensors, ranges = _rank_tensors(engine)
     digest = write_safetensors(path, tensors, {"ranges": json.dumps(ranges)})
@@ -100,7 +100,7 @@ def _write_files(
 
 
 def _rank_tensors(engine: Engine) -> tuple[list[StreamedTensor], dict[str, tuple[int, int]]]:
-    """The tensors of this rank's file, and the range of every parameter's piece."""
+    """The tensors of this rank's file, and the range of every shard in its parameter."""
     tensors = {"rng/cpu": torch.get_rng_state()}
     if engine.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(engine.device)
@@ -119,7 +119,7 @@ def _rank_tensors(engine: Engine) -> tuple[list[StreamedTensor], dict[str, tuple
 
 
 def _owned_part(shard: Shard, rank: int, world_size: int) -> tuple[int, int]:
-    """What this rank writes of its piece: all, or an even share where every rank holds the same one."""
+    """The range of its shard that this rank writes: all of it, or an even share if the shard is replicated."""
     length = shard.stop - shard.start
     if not shard.replicated:
         return 0, length
@@ -127,16 +127,16 @@ def _owned_part(shard: Shard, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def optimizer_tensor_kinds(engine: Engine) -> list[str]:
-    """Names of the per-parameter optimizer tensors; empty before the first step.
+    """The names of the per-parameter optimizer tensors; empty before the first step.
 
-    For AdamW exp_avg and exp_avg_sq; with Muon momentum_buffer too, and each parameter has either kind.
+    For AdamW exp_avg and exp_avg_sq. With Muon also momentum_buffer; then each parameter has either AdamW's or Muon's.
     """
     states = engine.base_optimizer.state.items()
     return sorted({kind for flat, state in states for kind in _state_tensors(flat, state)})
 
 
 def _state_tensors(flat: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
-    """What in the optimizer's state of a tensor is laid out like the tensor."""
+    """The entries of a tensor's optimizer state that are laid out like the tensor."""
     return {
         kind: value
         for kind, value in state.items()
@@ -145,7 +145,7 @@ def _state_tensors(flat: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def optimizer_scalars(engine: Engine) -> dict[str, float]:
-    """The optimizer's per-tensor numbers (for AdamW and Muon: step), which are the same for all tensors."""
+    """The optimizer's scalars (for AdamW and Muon: step), which are the same for all tensors."""
     scalars: dict[str, float] = {}
     for state in engine.base_optimizer.state.values():
         for kind, value in state.items():

@@ -1,4 +1,4 @@
-"""Verification of checkpoints, shared by all ranks."""
+"""Verifies checkpoints, with the work shared by all ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from launch.distributed.collective import share
 log = logging.getLogger(__name__)
 
 
-def newest_good(candidates: Sequence[Path], rank: int, world_size: int) -> Path | None:
-    """The first that verifies; damaged ones before it are named. Ranks share the verification. Collective."""
+def newest_undamaged(candidates: Sequence[Path], rank: int, world_size: int) -> Path | None:
+    """Returns the first undamaged candidate, and logs the damage of those before it. Collective."""
     for candidate in candidates:
         faults = shared_faults(candidate, rank, world_size)
         if not faults:
@@ -26,5 +26,5 @@ def newest_good(candidates: Sequence[Path], rank: int, world_size: int) -> Path 
 
 
 def shared_faults(checkpoint: Path, rank: int, world_size: int) -> list[str]:
-    """What is wrong with a checkpoint's files, one line each; every rank reads a part of them. Collective."""
+    """Returns the result of `find_faults`, with the files divided among the ranks. Collective."""
     return list(dict.fromkeys(fault for part in share(find_faults(checkpoint, rank, world_size)) for fault in part))

@@ -1,7 +1,8 @@
-"""The anomaly policy: which steps are anomalous (non-finite values, spikes), and what is done about them.
+"""The anomaly policy: which steps are anomalous (non-finite values, spikes), and how the run responds.
 
-`train.on_nonfinite` and `train.spike` configure it. Where it may skip a step, the step is checked before the optimizer
-applies it (`StepCheck`); otherwise the report is checked one step later, and the host never waits for the device.
+`train.on_nonfinite` and `train.spike` configure it. If an action is to skip the step, each step is checked before the
+optimizer applies it (`StepCheck`). Otherwise its report is checked one step later, and the host never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -19,40 +20,40 @@ from torch import distributed as dist
 
 from configs.schema import TrainConfig
 
-MIN_RELATIVE_DEVIATION = 1e-3  # where the values in the window hardly differ, noise is not a spike
+MIN_RELATIVE_DEVIATION = 1e-3  # keeps noise from counting as a spike if the window's values hardly differ
 
 
 @dataclass(frozen=True)
 class Anomaly:
-    """What is wrong with a step, and the configured action.
+    """An anomaly of a step, and the configured action.
 
     Attributes:
-        spike: A message with the value and its limit; None if the loss or the gradients are not finite.
+        spike: A message with the value and its limit; None if the loss or the gradients are non-finite.
     """
 
     action: Literal["warn", "skip", "rollback", "stop"]
     spike: str | None = None
 
 
-AnomalyCheck = Callable[[float, float], Anomaly | None]  # from the loss and the gradient norm of a step
+AnomalyCheck = Callable[[float, float], Anomaly | None]  # takes a step's loss and gradient norm
 
 
 def spike_limit(past: Sequence[float], threshold_sigma: float) -> float:
-    """The largest value that is no spike: the mean of `past` plus `threshold_sigma` standard deviations."""
+    """The largest value that is not a spike: the mean of `past` plus `threshold_sigma` standard deviations."""
     mean = statistics.fmean(past)
     deviation = math.sqrt(statistics.fmean((value - mean) ** 2 for value in past))
     return mean + threshold_sigma * max(deviation, MIN_RELATIVE_DEVIATION * abs(mean))
 
 
 class AnomalyPolicy:
-    """Checks every step once, in order, by `train.on_nonfinite` and `train.spike`.
+    """Checks every step once, in order, according to `train.on_nonfinite` and `train.spike`.
 
-    A spike is a loss or gradient norm above the limit that the last `window` steps set, once half of these exist. It
-    enters the window as no more than the limit, so that the next spike is found as well, and a level that persists
-    becomes the normal one after a while. All ranks check the same values and so come to the same result.
+    A spike is a loss or gradient norm above the `spike_limit` of the last `window` steps, once half the window is
+    filled. It enters the window clamped to the limit, so that a following spike is still detected, while a level that
+    persists becomes normal after some steps. All ranks check the same values and reach the same result.
 
     Attributes:
-        may_skip: Whether a step may have to be skipped, so that it must be checked before it is applied.
+        may_skip: Whether steps may be skipped, and must therefore be checked before they are applied.
     """
 
     def __init__(self, settings: TrainConfig) -> None:
@@ -65,9 +66,9 @@ class AnomalyPolicy:
         self._was_spike = False
 
     def check(self, loss: float, grad_norm: float) -> Anomaly | None:
-        """The anomaly of a step; None for a normal one.
+        """Returns the anomaly of a step, or None for a normal step.
 
-        If the action is only to warn, the first of several spikes in a row is reported.
+        If the action is `warn`, only the first of consecutive spikes is reported.
         """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return self.nonfinite()
@@ -81,7 +82,7 @@ class AnomalyPolicy:
                 limit = spike_limit(past, threshold_sigma)
             if value > limit:
                 spikes.append(
-                    f"{name} {value:.4g} is above {limit:.4g} (mean of the last {len(past)} steps and "
+                    f"{name} {value:.4g} is above {limit:.4g} (mean of the last {len(past)} steps plus "
                     f"{threshold_sigma:g} standard deviations)"
                 )
             past.append(min(value, limit))
@@ -90,31 +91,32 @@ class AnomalyPolicy:
         return Anomaly(self._spike.action, "; ".join(spikes)) if spikes and not is_repeated else None
 
     def nonfinite(self) -> Anomaly:
-        """The anomaly of a step without a finite loss or gradient."""
+        """The anomaly of a step with a non-finite loss or gradient."""
         return Anomaly(self._on_nonfinite)
 
     def state(self) -> dict[str, list[float]]:
-        """The values in the window, for a checkpoint."""
+        """The values in the window for a checkpoint."""
         return {name: list(past) for name, past in self._past.items()}
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Takes the window's values from a checkpoint."""
+        """Restores the window from a checkpoint."""
         for name, past in self._past.items():
             past.extend(state.get(name, ()))
 
 
 class StepCheck:
-    """Checks one step before it is applied, once, however many calls of the base optimizer the step takes.
+    """Checks one step before it is applied, once, however often DeepSpeed calls the base optimizer in the step.
 
-    A step that DeepSpeed drops by itself because of non-finite gradients (ZeRO stage 3 in fp32) is never checked.
+    From ZeRO stage 1 on, DeepSpeed itself drops a step with a non-finite gradient norm: it does not call the base
+    optimizer, so that such a step is never checked here. At stage 0 it never drops a step.
 
     Args:
-        check: What decides.
-        local_loss: This rank's part of the loss.
+        check: The check to run.
+        local_loss: This rank's share of the loss.
 
     Attributes:
         was_made: Whether the step was checked.
-        anomaly: What was found.
+        anomaly: The anomaly that was found, if any.
     """
 
     def __init__(self, check: AnomalyCheck, local_loss: Tensor) -> None:
@@ -129,10 +131,11 @@ class StepCheck:
         return self.anomaly is not None and self.anomaly.action == "skip"
 
     def make(self, norm: Callable[[], Tensor]) -> None:
-        """Checks the step unless that was done; the result is the same on all ranks. Collective at the first call.
+        """Checks the step on the first call, with the same result on all ranks. The first call is collective.
 
         Args:
-            norm: Returns the global gradient norm, negative where DeepSpeed found it to be non-finite.
+            norm: Returns the global gradient norm. A negative value, DeepSpeed's marker of a non-finite norm, counts as
+                NaN.
         """
         if self.was_made:
             return

@@ -1,4 +1,4 @@
-"""Building the model with its initial weights, at any ZeRO stage."""
+"""Builds the model with its initial weights, at any ZeRO stage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from model.parameters import collect_specs
 def build_model(config: Config, topology: Topology, device: torch.device) -> GPT:
     """Returns the model with its initial weights, the same on any number of ranks and at any ZeRO stage. Collective.
 
-    In bf16 from stage 1 on, DeepSpeed makes the fp32 masters from the bf16 weights, so the initial values are rounded.
-    At stage 3 the model is never whole in memory: each parameter is initialised and then split over the ranks.
+    In bf16 from stage 1 on, DeepSpeed creates the fp32 masters from the bf16 weights, so initial values are rounded. At
+    stage 3 the whole model is never in memory: each parameter is initialised and then partitioned.
     """
     if config.deepspeed.zero_stage < 3:
         return _build_whole(config, device)

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration file: a pure function of our configuration and the number of ranks."""
+"""The DeepSpeed configuration: a pure function of the run's configuration and the number of ranks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ MAX_BUCKET_ELEMENTS = 200_000_000
 
 
 def accumulation_steps(config: Config, world_size: int) -> int:
-    """Micro-batches that a rank runs in one optimizer step."""
+    """The number of micro-batches that a rank runs in one optimizer step."""
     assert config.data.seq_len is not None
     samples_per_step = config.train.global_batch_tokens // config.data.seq_len
     return derive_accumulation(samples_per_step, config.train.micro_batch_size, world_size)
 
 
 def deepspeed_config(config: Config, world_size: int, accumulation: int, num_parameters: int) -> dict[str, Any]:
-    """Everything that `deepspeed.initialize` needs, generated, with `deepspeed.overrides` merged in.
+    """Returns the configuration for `deepspeed.initialize`, with `deepspeed.overrides` merged in.
 
-    bf16 keeps fp32 master weights, accumulates gradients in fp32 and reduces them in fp32. Stage 0 cannot accumulate
-    bf16 gradients in fp32 in DeepSpeed, so there the weights stay fp32 and the forward pass runs under bf16 autocast;
-    and it does not tell the gradient norm there, so our engine clips at that stage.
+    In bf16, the master weights are fp32, and gradients are accumulated and reduced in fp32. At stage 0 DeepSpeed cannot
+    accumulate bf16 gradients in fp32, so the weights stay fp32 and the forward pass runs under bf16 autocast. Nor does
+    it report the gradient norm there, so `launch.engine.engine` clips at that stage.
 
     Args:
-        accumulation: micro-batches a rank runs in one optimizer step.
-        num_parameters: bounds the communication buckets, which DeepSpeed allocates in full.
+        accumulation: The number of micro-batches that a rank runs in one optimizer step.
+        num_parameters: An upper bound of the communication buckets, which DeepSpeed allocates in full.
     """
     micro_batch_size = config.train.micro_batch_size
     stage = config.deepspeed.zero_stage
@@ -37,7 +37,7 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int, num_par
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": config.optim.grad_clip if stage > 0 else 0.0,
         "steps_per_print": 2**62,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the whole GPU twice a micro-batch
+        "timers": {"throughput": {"enabled": False}},  # it synchronises with the GPU twice per micro-batch
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
@@ -50,7 +50,7 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int, num_par
         if stage == 0:
             result["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
         else:
-            # Each bf16 gradient is added to the fp32 sum, and freed, as soon as the backward pass has made it.
+            # Adds each bf16 gradient to the fp32 sum and frees it as soon as the backward pass has computed it.
             result["bf16"] = {"enabled": True, "immediate_grad_update": True}
             result["data_types"] = {"grad_accum_dtype": "fp32"}
             result["communication_data_type"] = "fp32"
@@ -58,7 +58,7 @@ def deepspeed_config(config: Config, world_size: int, accumulation: int, num_par
 
 
 def merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the leaves of `overrides` put in or replaced, mappings merged recursively."""
+    """Returns `base` updated with the leaves of `overrides`, merging mappings recursively."""
     result = dict(base)
     for key, value in overrides.items():
         old = result.get(key)

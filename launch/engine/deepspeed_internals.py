@@ -1,8 +1,8 @@
 """Every use of DeepSpeed beyond its documented interface. No other module imports DeepSpeed or reads its internals.
 
-Written for DeepSpeed 0.19.8. A start warns about another version, and fails with the names of what is missing if the
-engine lacks something that is used here; tests/launch/engine/test_deepspeed_internals.py covers each ZeRO stage and
-precision after an upgrade.
+Written for DeepSpeed 0.19.8. With another version, a run logs a warning at its start; if the engine lacks an attribute
+that is used here, it fails and names what is missing.
+After an upgrade, tests/launch/engine/test_deepspeed_internals.py checks every ZeRO stage and precision.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PARAMETERS_AT_STAGE_3 = ("ds_id", "ds_numel", "ds_shape", "partition_numel")
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Imports DeepSpeed quietly; its import takes seconds, so it comes late."""
+    """Imports DeepSpeed with its log output off. It is imported late because that takes seconds."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     import deepspeed
@@ -55,9 +55,9 @@ def import_deepspeed(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def configuration_errors() -> Iterator[None]:
-    """Turns DeepSpeed's complaints about its configuration into ConfigErrors with the user's key.
+    """Converts DeepSpeed's configuration errors to ConfigErrors that name the user's key.
 
-    The schema generates everything except `deepspeed.overrides`.
+    Everything except `deepspeed.overrides` is generated, so an error can only come from there.
     """
     try:
         yield
@@ -71,10 +71,10 @@ def configuration_errors() -> Iterator[None]:
 
 
 def check_internals(engine: Any) -> None:
-    """Checks that a new engine has everything that this module uses.
+    """Checks that a new engine has every attribute that this module uses.
 
     Raises:
-        RunError: something is missing; it is named with the installed version.
+        RunError: An attribute is missing; the message names it and the installed version.
     """
     import deepspeed
 
@@ -85,7 +85,7 @@ def check_internals(engine: Any) -> None:
             f"written for {WRITTEN_FOR}: install that version (bash launch/setup.sh)"
         )
     if deepspeed.__version__ != WRITTEN_FOR:
-        log.warning("DeepSpeed %s is installed; this program was tested with %s", deepspeed.__version__, WRITTEN_FOR)
+        log.warning("DeepSpeed %s is installed; Steadyhead is tested with %s", deepspeed.__version__, WRITTEN_FOR)
 
 
 def _missing_internals(engine: Any) -> Iterator[str]:
@@ -120,10 +120,12 @@ def _missing_attributes(owner: str, value: Any, names: tuple[str, ...]) -> Itera
 
 
 def local_shards(engine: Any) -> list[Shard]:
-    """This rank's shards of all trained parameters, in the model's order. Parameters without a local shard are skipped.
+    """Returns this rank's shards of all trained parameters, in the model's order.
+
+    Parameters without a local shard are left out.
 
     Args:
-        engine: A DeepSpeed engine at ZeRO stage 0 (fp32 weights), 1, 2 or 3 without offload.
+        engine: A DeepSpeed engine at ZeRO stage 0 (fp32 weights), 1, 2 or 3, without offload.
     """
     return [shard for name, parameter in engine.module.named_parameters() for shard in _shards(engine, name, parameter)]
 
@@ -171,8 +173,8 @@ def _flat_partitions(zero_optimizer: Any) -> list[Tensor]:
     return list(next(getattr(zero_optimizer, name) for name in _FLATS if hasattr(zero_optimizer, name)))
 
 
-def publish_masters(engine: Any) -> None:
-    """Makes the model's working weights equal to the (changed) fp32 masters, on all ranks. Collective."""
+def sync_model_weights(engine: Any) -> None:
+    """Copies the fp32 masters to the model's weights, on all ranks. Collective."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         optimizer._partition_all_parameters()
@@ -185,29 +187,26 @@ def publish_masters(engine: Any) -> None:
 
 
 def norm_during_step(engine: Any) -> Any:
-    """The global gradient norm before clipping, while the ZeRO optimizer's step runs (stages 1 to 3).
-
-    It is negative where DeepSpeed found the norm to be non-finite.
-    """
+    """The global gradient norm before clipping, while the ZeRO optimizer's step runs (stages 1 to 3)."""
     return engine.optimizer._global_grad_norm
 
 
 def whole_numel(parameter: nn.Parameter) -> int:
-    """The number of elements of a parameter, which ZeRO-3 hides behind an empty tensor."""
+    """The number of elements of a whole parameter, which ZeRO stage 3 replaces by an empty tensor."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of a whole parameter, likewise."""
+    """The shape of a whole parameter, at any ZeRO stage."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def destroy(engine: Any) -> None:
-    """Makes DeepSpeed drop every reference to the model, so that its memory is free once the caller drops its own."""
+    """Destroys the engine and all of DeepSpeed's references to the model, so that its memory can be freed."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
     engine.destroy()
-    # At stage 3 both of these keep the model: the module that ran last, and the cache of a method.
+    # At stage 3, two references to the model remain: the module that ran last, and a cached method's arguments.
     FWD_MODULE_STACK.clear()
     cache = _released_parameters_cache()
     if cache is not None:

@@ -1,8 +1,9 @@
 """The DeepSpeed engine of one rank: one training step, and validation.
 
-A step of ours does not wait for a GPU: what it measures is gathered on the device, copied to the host in the
-background, and read one step later. (DeepSpeed's optimizers do wait, for the gradient norm; and so do QK-Clip, for
-every layer's bound, the probe batch at its interval, and a check for anomalies before the step is applied.)
+The code here does not make the host wait for the GPU during a step: the step's metrics are gathered on the device,
+copied to the host in the background, and read one step later. These do wait: DeepSpeed's optimizers (for the gradient
+norm), QK-Clip (for every layer's bound), the probe batch at its interval, and an anomaly check before the step is
+applied.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from model.stability.groups import GroupName
 
 
 class Engine:
-    """The DeepSpeed engine with our parameter groups, learning rates and measurements.
+    """The DeepSpeed engine with Steadyhead's parameter groups, learning rates and measurements.
 
     Attributes:
-        device: Where this rank computes.
-        groups: Parameter names of every optimizer group.
+        device: The device of this rank.
+        groups: The parameter names of every optimizer group.
     """
 
     def __init__(
@@ -55,8 +56,8 @@ class Engine:
         probe_tokens_BT: Tensor | None = None,
     ) -> None:
         """Args:
-        accumulation: Micro-batches of a step.
-        probe_tokens_BT: What attention is measured on, the same on all ranks; None: nothing is measured.
+        accumulation: Micro-batches per step.
+        probe_tokens_BT: The probe batch on which attention is measured, the same on all ranks; None: no measurement.
         """
         self.device = device
         specs = collect_specs(model)
@@ -65,8 +66,8 @@ class Engine:
         self._topology = topology
         self._is_replicated = config.deepspeed.zero_stage == 0
         self._squared_norms: dict[str, Tensor] = {}
-        self._used_rates: dict[str, float] = {}
-        self._forward_watch = Stopwatch(device)
+        self._used_learning_rates: dict[str, float] = {}
+        self._forward_timer = Stopwatch(device)
         self._check: StepCheck | None = None
         self._engine = self._start_deepspeed(model, accumulation)
         if config.train.compile:
@@ -90,7 +91,7 @@ class Engine:
         settings = deepspeed_config(self._config, self._topology.world_size, accumulation, num_parameters)
         optimizer = build_optimizer(model, collect_specs(model), self._config)
         with deepspeed_internals.configuration_errors(), contextlib.redirect_stdout(io.StringIO()):
-            # It prints to stdout whatever its log level.
+            # DeepSpeed prints to stdout at every log level.
             engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
         deepspeed_internals.check_internals(engine)
         return engine
@@ -109,7 +110,7 @@ class Engine:
         return self._topology.rank
 
     def close(self) -> None:
-        """Makes DeepSpeed drop the model, so that its memory is free when nothing else refers to it."""
+        """Releases DeepSpeed's references to the model, so that its memory can be freed."""
         deepspeed_internals.destroy(self._engine)
 
     def shards(self) -> list[Shard]:
@@ -117,55 +118,55 @@ class Engine:
         return deepspeed_internals.local_shards(self._engine)
 
     def policy_state(self) -> dict[str, Any]:
-        """What a query/key policy must remember, for a checkpoint; the same on all ranks."""
+        """The state of the query/key policy for a checkpoint; the same on all ranks."""
         return self._control.state() if self._control else {}
 
     def policy_tensors(self) -> dict[str, Tensor]:
-        """The policy's tensors for a checkpoint, likewise."""
+        """The tensors of the query/key policy for a checkpoint; the same on all ranks."""
         return self._control.tensors() if self._control else {}
 
     def load_policy(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Takes the policy's part of a checkpoint."""
+        """Restores the query/key policy from a checkpoint."""
         if self._control:
             self._control.load(state, tensors)
 
-    def publish_masters(self) -> None:
-        """Brings the working weights in line after the masters were changed from outside. Collective."""
-        deepspeed_internals.publish_masters(self._engine)
+    def sync_model_weights(self) -> None:
+        """Copies the fp32 masters to the model's weights, after the masters were changed from outside. Collective."""
+        deepspeed_internals.sync_model_weights(self._engine)
 
     def train_step(
         self,
         step: int,
         batch: StepBatch,
-        rates: dict[str, float],
+        learning_rates: dict[str, float],
         data_seconds: float,
         stop_requested: bool,
         anomaly_check: AnomalyCheck | None = None,
     ) -> PendingReport:
-        """Forward and backward passes over the micro-batches, then one optimizer step. Collective.
+        """Runs the forward and backward passes of all micro-batches, then one optimizer step. Collective.
 
-        The gradient is that of the mean loss over the target tokens of the whole global batch, on any number of
-        ranks: each rank scales its sums by ranks / targets, and DeepSpeed averages over the ranks.
+        The gradient is that of the mean loss over all target tokens of the global batch, for any number of ranks: each
+        rank scales its summed loss by ranks / targets, and DeepSpeed averages over the ranks.
 
         Args:
-            step: Finished optimizer steps.
+            step: The number of finished optimizer steps.
             batch: This rank's micro-batches.
-            rates: The learning rate of every group.
+            learning_rates: The learning rate of every group.
             data_seconds: How long this rank waited for the batch.
-            stop_requested: Reported to all ranks.
-            anomaly_check: May have the step skipped: then neither weights nor the optimizer's state change. The host
-                waits for the values that it checks, and the ranks exchange them once more.
+            stop_requested: Whether this rank was asked to stop; reported to all ranks.
+            anomaly_check: Decides whether to skip the step, which leaves the weights and the optimizer's state
+                unchanged. It costs one more all-reduce, and the host waits for the result.
 
         Raises:
-            RunError: The optimizer used another learning rate than it was given.
+            RunError: The optimizer used other learning rates than were set.
         """
-        self._prepare_step(step, rates)
-        forward_seconds = self._forward_watch.take()
+        self._prepare_step(step, learning_rates)
+        forward_seconds = self._forward_timer.take()
         totals = _BatchTotals(batch.num_targets, self.world_size, self.device)
         for index, micro_batch in enumerate(batch.micro_batches):
-            self._forward_watch.start()
+            self._forward_timer.start()
             objective, cross_entropy, z_loss = self._forward(micro_batch)
-            self._forward_watch.stop()
+            self._forward_timer.stop()
             totals.add(index, cross_entropy, z_loss)
             self._engine.backward(objective * totals.scale, scale_wrt_gas=False)
             if index == len(batch.micro_batches) - 1:
@@ -174,29 +175,24 @@ class Engine:
         check, self._check = self._check, None
         is_applied = self._engine.was_step_applied() and not (check and check.skips_step)
         if is_applied:
-            self._verify_step(rates)
+            self._verify_step(learning_rates)
         attention = self._measure_attention()
-        values = StepValues(
-            host={
-                "num_targets": batch.num_targets,
-                "is_applied": is_applied,
-                "stop_requested": stop_requested,
-                "forward_seconds": forward_seconds,
-                "data_seconds": data_seconds,
-                "memory_bytes": self._memory_bytes(),
-            },
-            device={**totals.columns(), **self._reported_norm()},
-            squared_norms={group.value: self._squared_norms.get(group.value, 0.0) for group in self.groups},
-            statistics=self._control.statistics() if self._control else {},
-            qk_record=self._control.record() if self._control else {},
-            attention=attention if is_applied else None,
-            was_checked=check is not None and check.was_made,
-            anomaly=check.anomaly if check is not None else None,
-        )
+        host = {
+            "num_targets": batch.num_targets,
+            "is_applied": is_applied,
+            "stop_requested": stop_requested,
+            "forward_seconds": forward_seconds,
+            "data_seconds": data_seconds,
+            "memory_bytes": self._memory_bytes(),
+        }
+        values = self._step_values(host, totals, check, attention if is_applied else None)
         return gather_report(values, self.device, self._is_replicated)
 
     def evaluate(self, batches: Iterable[MicroBatch]) -> float:
-        """Cross-entropy in nats per target over all ranks' batches; every rank passes equally many. Collective."""
+        """Cross-entropy in nats per target over all ranks' batches. Collective.
+
+        Every rank must pass the same number of batches.
+        """
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         num_targets = 0
         self._engine.eval()
@@ -213,20 +209,20 @@ class Engine:
         return float(total_loss / max(total_targets, 1))
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> whole shape of every parameter."""
+        """The full (unpartitioned) shape of every parameter, by name."""
         return {name: deepspeed_internals.whole_shape(tensor) for name, tensor in self.module.named_parameters()}
 
-    def _prepare_step(self, step: int, rates: dict[str, float]) -> None:
-        """Sets the learning rates, and has attention measured before the step where that is due. Collective."""
-        self._used_rates, self._squared_norms = {}, {}
+    def _prepare_step(self, step: int, learning_rates: dict[str, float]) -> None:
+        """Sets learning rates and per-head ratios, and starts a measurement of attention if one is due. Collective."""
+        self._used_learning_rates, self._squared_norms = {}, {}
         for group in self.base_optimizer.param_groups:
-            group["lr"] = rates[group["name"]]
+            group["lr"] = learning_rates[group["name"]]
         if self._control is None:
             return
         if self._monitor is not None and self._monitor.is_due(step):
             self._monitor.before_step()
             self._control.measure_step()
-        self._control.prepare(step, rates[GroupName.DECAY.value] / self._config.optim.lr)
+        self._control.prepare(step, learning_rates[GroupName.DECAY.value] / self._config.optim.lr)
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
         tokens = micro_batch.tokens.to(self.device, non_blocking=True)
@@ -246,20 +242,37 @@ class Engine:
             self._check = StepCheck(anomaly_check, local_loss)
 
     def _measure_attention(self) -> AttentionReport | None:
-        """The measurement around the step, where one is due, on the ranks that keep it. Collective."""
-        meter = self._control.take_meter() if self._control else None
+        """Finishes a measurement that was due; returns it on the ranks that record it. Collective."""
+        meter = self._control.pop_meter() if self._control else None
         return None if meter is None or self._monitor is None else self._monitor.after_step(meter)
 
-    def _verify_step(self, rates: dict[str, float]) -> None:
-        if self._used_rates != rates:
-            raise RunError(f"the optimizer used the learning rates {self._used_rates}, but {rates} were set")
+    def _step_values(
+        self, host: dict[str, float], totals: _BatchTotals, check: StepCheck | None, attention: AttentionReport | None
+    ) -> StepValues:
+        """This rank's contribution to the report of the step that has just run."""
+        return StepValues(
+            host=host,
+            device={**totals.columns(), **self._reported_norm()},
+            squared_norms={group.value: self._squared_norms.get(group.value, 0.0) for group in self.groups},
+            statistics=self._control.statistics() if self._control else {},
+            qk_record=self._control.record() if self._control else {},
+            attention=attention,
+            was_checked=check is not None and check.was_made,
+            anomaly=check.anomaly if check is not None else None,
+        )
+
+    def _verify_step(self, learning_rates: dict[str, float]) -> None:
+        if self._used_learning_rates != learning_rates:
+            raise RunError(
+                f"the optimizer used the learning rates {self._used_learning_rates}; expected {learning_rates}"
+            )
         if self._control:
-            self._control.check_applied()
+            self._control.after_applied_step()
 
     def _before_base_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Records the learning rates that the optimizer is about to use and the squared norms of its gradients.
 
-        DeepSpeed calls the base optimizer once in all, once per group, or once per sub-group, by stage.
+        Depending on the stage, DeepSpeed calls the base optimizer once per step, per group, or per sub-group.
         """
         for group in optimizer.param_groups:
             gradients = [flat.grad for flat in group["params"] if flat.grad is not None]
@@ -267,15 +280,15 @@ class Engine:
                 square = torch.nn.utils.get_total_norm(gradients).double().square()
                 name = group["name"]
                 self._squared_norms[name] = self._squared_norms.get(name, 0.0) + square
-                self._used_rates[name] = group["lr"]
+                self._used_learning_rates[name] = group["lr"]
         if self._check is not None:
             self._check.make(self._global_norm)
             if self._check.skips_step:
                 for flat in _all_params(optimizer):
-                    flat.grad = None  # an optimizer passes over what has no gradient
+                    flat.grad = None  # optimizers ignore tensors without a gradient
                 return
         if self._is_replicated and self._config.optim.grad_clip > 0:
-            # DeepSpeed's own clipping at stage 0 keeps the norm to itself, so it is off there.
+            # At stage 0 DeepSpeed clips without reporting the norm, so its clipping is off there.
             norm = self._global_norm()
             torch.nn.utils.clip_grads_with_norm_(_all_params(optimizer), self._config.optim.grad_clip, norm)
         if self._control:
@@ -286,14 +299,14 @@ class Engine:
             self._control.after_base_step(_all_params(optimizer))
 
     def _global_norm(self) -> Tensor:
-        """Gradient norm before clipping, during the optimizer's step."""
+        """The global gradient norm before clipping, during the optimizer's step."""
         if self._is_replicated:
             return torch.stack(list(self._squared_norms.values())).sum().sqrt()
         norm = deepspeed_internals.norm_during_step(self._engine)
         return torch.as_tensor(norm, dtype=torch.float64, device=self.device)
 
     def _reported_norm(self) -> dict[str, Tensor]:
-        """DeepSpeed's gradient norm after a step, where it has one."""
+        """DeepSpeed's gradient norm after a step, if it computed one."""
         norm = None if self._is_replicated else self._engine.get_global_grad_norm()
         return {} if norm is None else {"grad_norm": norm}
 
@@ -307,17 +320,17 @@ class _BatchTotals:
     """Sums over the micro-batches of one step, on the device.
 
     Args:
-        num_targets: Target tokens of this rank's micro-batches.
+        num_targets: The number of target tokens in this rank's micro-batches.
 
     Attributes:
-        scale: Factor of every micro-batch's objective: ranks / targets of the global batch.
+        scale: The factor of every micro-batch's objective: ranks / targets of the global batch.
     """
 
     def __init__(self, num_targets: int, world_size: int, device: torch.device) -> None:
         """Collective."""
         total = torch.full((), float(num_targets), device=device)
         dist.all_reduce(total)
-        # Documents of one token have no target, and a batch may hold nothing else.
+        # A batch may hold only one-token documents, which have no target.
         self._num_targets = total.clamp(min=1)
         self.scale = world_size / self._num_targets
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -325,21 +338,21 @@ class _BatchTotals:
         self._bad_micro_batch = torch.full((), -1.0, dtype=torch.float64, device=device)
 
     def add(self, index: int, cross_entropy: Tensor, z_loss: Tensor) -> None:
-        """Adds the sums of micro-batch `index`."""
+        """Adds the losses of micro-batch `index`."""
         self._loss_sum += cross_entropy
         self._z_sum += z_loss
         is_first_bad = ~torch.isfinite(cross_entropy) & (self._bad_micro_batch < 0)
         self._bad_micro_batch = torch.where(is_first_bad, float(index), self._bad_micro_batch)
 
     def local_loss(self) -> Tensor:
-        """This rank's part of the loss."""
+        """This rank's share of the loss of the global batch."""
         return self._loss_sum / self._num_targets
 
     def columns(self) -> dict[str, Tensor]:
-        """Device columns of the step's report."""
+        """The device columns of the step's report."""
         return {"loss_sum": self._loss_sum, "z_sum": self._z_sum, "bad_micro_batch": self._bad_micro_batch}
 
 
 def _all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors that the optimizer is about to change in this call."""
+    """The tensors that the optimizer updates in this call."""
     return [tensor for group in optimizer.param_groups for tensor in group["params"]]

@@ -14,10 +14,10 @@ from torch import distributed as dist
 from launch.attention_control.monitor import AttentionReport
 from launch.engine.anomalies import Anomaly
 
-# Columns that the host knows when it makes the row, and columns whose values lie on the device.
+# Columns whose values the host knows when it builds the row, and columns whose values are on the device.
 HOST_COLUMNS = ("num_targets", "is_applied", "stop_requested", "forward_seconds", "data_seconds", "memory_bytes")
 DEVICE_COLUMNS = ("loss_sum", "z_sum", "grad_norm", "bad_micro_batch")
-NO_NORM = -1.0  # in the column grad_norm, where DeepSpeed computes no norm (stage 0)
+NO_NORM = -1.0  # the value of grad_norm if DeepSpeed computes no norm (stage 0)
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,23 @@ class StepReport:
     """What all ranks measured in one step.
 
     Attributes:
-        loss: Cross-entropy in nats per target token, over the whole global batch.
-        z_loss: Mean squared logsumexp of the logits, unweighted, also when it is not part of the objective.
-        num_targets: Target tokens of the global batch.
+        loss: Cross-entropy in nats per target token, over the global batch.
+        z_loss: Mean squared logsumexp of the logits, unweighted; reported even if it is not part of the objective.
+        num_targets: The number of target tokens in the global batch.
         grad_norm: Global gradient norm before clipping.
-        group_grad_norms: The same for every parameter group.
+        group_grad_norms: Gradient norm of every parameter group before clipping.
         step_applied: Whether the optimizer changed the weights.
-        bad_micro_batches: For each rank, its first micro-batch with a non-finite loss; None if all were finite.
-        forward_seconds: Per rank, the time of the forward passes of the step before.
-        data_seconds: Per rank, how long it waited for its batch.
-        memory_bytes: Per rank, the peak of allocated memory on a GPU, resident memory on a CPU.
+        bad_micro_batches: For each rank, the index of its first micro-batch with a non-finite loss; None if there was
+            none.
+        forward_seconds: For each rank, the time of the forward passes, usually of the previous step.
+        data_seconds: For each rank, how long it waited for its batch.
+        memory_bytes: For each rank, the peak of allocated memory on a GPU, or resident memory on a CPU.
         stop_requested: Whether any rank was asked to stop.
         qk_statistics: Statistics of query/key control by name, flattened; see `QueryKeyControl.statistics`.
-        qk_record: What the policy itself records of the step.
-        attention: The measurement of attention around the step, on the ranks that keep it, where one was due.
-        was_checked: Whether the anomaly policy saw the step before it was applied.
-        anomaly: What it found then.
+        qk_record: What the policy adds to the record of the step.
+        attention: The measurement of attention around the step, if one was due and this rank records it.
+        was_checked: Whether the anomaly policy checked the step before it was applied.
+        anomaly: The anomaly that this check found, if any.
     """
 
     loss: float
@@ -62,7 +63,7 @@ class StepReport:
 
     @property
     def bad_ranks(self) -> list[int]:
-        """Ranks whose own loss was not finite."""
+        """The ranks with a non-finite loss."""
         return [rank for rank, micro_batch in enumerate(self.bad_micro_batches) if micro_batch is not None]
 
 
@@ -72,8 +73,8 @@ class StepValues:
 
     Attributes:
         host: The value of every host column.
-        device: The value of every device column, a tensor of one element; a missing `grad_norm` means `NO_NORM`.
-        squared_norms: Squared gradient norm of every parameter group as the optimizer saw it, on this rank.
+        device: The value of every device column, a tensor of one element; `grad_norm` defaults to `NO_NORM`.
+        squared_norms: This rank's squared gradient norm of every parameter group, as the optimizer saw it.
         statistics: Tensors that are the same on all ranks, by name.
         qk_record, attention, was_checked, anomaly: See `StepReport`.
     """
@@ -89,12 +90,12 @@ class StepValues:
 
 
 class PendingReport:
-    """The gathered rows of a step on their way to the host.
+    """The gathered rows of a step, while they are copied to the host.
 
     Args:
-        rows: One row for each rank, see `column_names`.
+        rows: One row per rank; see `column_names`.
         values: This rank's contribution.
-        is_replicated: Whether every rank holds whole gradients (ZeRO stage 0).
+        is_replicated: Whether every rank holds all gradients (ZeRO stage 0).
     """
 
     def __init__(self, rows: Tensor, values: StepValues, is_replicated: bool) -> None:
@@ -110,7 +111,7 @@ class PendingReport:
         self._rows = rows
 
     def read(self) -> StepReport:
-        """Waits for the copy (which has finished long ago when the report is read one step later)."""
+        """Waits for the copy and returns the report. One step later the copy has usually finished."""
         if self._event is not None:
             self._event.synchronize()
         columns = dict(zip(column_names(self._values), zip(*self._rows.tolist(), strict=True), strict=True))
@@ -139,12 +140,12 @@ class PendingReport:
         )
 
     def _norms(self, columns: Mapping[str, Sequence[float]]) -> tuple[float, dict[str, float]]:
-        """The global gradient norm, and that of every group, before clipping."""
+        """The gradient norms before clipping: the global one, and that of every group."""
         copies = len(self._rows) if self._is_replicated else 1
         groups = {name: math.sqrt(sum(columns[f"squared_norm/{name}"]) / copies) for name in self._values.squared_norms}
         total = math.sqrt(sum(norm**2 for norm in groups.values()))
-        # From stage 1 on, the optimizer sees clipped gradients, and DeepSpeed's norm is the one before clipping.
-        # Where it has none, at stage 0, the squares are those before clipping.
+        # From stage 1 on, the optimizer sees clipped gradients, and DeepSpeed reports the norm before clipping.
+        # At stage 0 DeepSpeed reports none, and the squares are taken before clipping.
         reported = columns["grad_norm"][0]
         grad_norm = reported if reported >= 0 or math.isnan(reported) else total
         unclip = grad_norm / total if total > 0 else 1.0
@@ -154,7 +155,7 @@ class PendingReport:
 
 
 def column_names(values: StepValues) -> list[str]:
-    """The columns of a row, in their order; the same on all ranks."""
+    """The columns of a row, in order; the same on all ranks."""
     return [
         *HOST_COLUMNS,
         *DEVICE_COLUMNS,
@@ -172,7 +173,7 @@ def gather_report(values: StepValues, device: torch.device, is_replicated: bool)
 
 
 def encode_row(values: StepValues, device: torch.device) -> Tensor:
-    """One rank's row (number of columns), fp64, on the device."""
+    """One rank's row, fp64 [columns], on the device."""
     on_device = {**values.device, **{f"squared_norm/{name}": value for name, value in values.squared_norms.items()}}
     names = [*HOST_COLUMNS, *DEVICE_COLUMNS, *(f"squared_norm/{name}" for name in values.squared_norms)]
     defaults = {**dict.fromkeys(names, 0.0), "grad_norm": NO_NORM, **values.host}

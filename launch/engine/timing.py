@@ -1,4 +1,4 @@
-"""Seconds on the device's own clock, read without making the host wait."""
+"""Elapsed time on the device, measured without making the host wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Interval:
-    """The time between its creation and stop(), on GPU measured by events in the stream."""
+    """The time between its creation and `stop()`; on a GPU, measured by events in the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -23,11 +23,11 @@ class Interval:
         self._end = time.perf_counter()
 
     def is_over(self) -> bool:
-        """Whether the device has reached the end."""
+        """Whether the device has reached the end of the interval."""
         return self._events is None or self._events[1].query()
 
     def seconds(self) -> float:
-        """The length; on GPU it waits for the end."""
+        """The length of the interval; on a GPU, waits for its end."""
         if self._events is None:
             return self._end - self._start
         self._events[1].synchronize()
@@ -35,7 +35,7 @@ class Interval:
 
 
 class Stopwatch:
-    """The summed length of several intervals."""
+    """The total length of several intervals."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,7 +48,7 @@ class Stopwatch:
         self._intervals[-1].stop()
 
     def take(self) -> float:
-        """Seconds of the intervals that are over and were not taken yet; it never waits."""
+        """Returns the seconds of all intervals that are over and not yet counted; never waits."""
         over = [interval for interval in self._intervals if interval.is_over()]
         self._intervals = [interval for interval in self._intervals if interval not in over]
         return sum(interval.seconds() for interval in over)

@@ -1,3 +1,3 @@
-"""Folders in Hugging Face's layout: how their files correspond to a checkpoint's."""
+"""Converts between checkpoints and folders in Hugging Face's layout."""
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}

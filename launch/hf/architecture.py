@@ -1,4 +1,4 @@
-"""`config.json` from a model's configuration, and back."""
+"""Converts a model's configuration to config.json, and back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NEEDED_KEYS_BY_TYPE = {
     "deepseek_v3": ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     "steadyhead": ("attention",),
 }
-# The only value of a key for which the model computes the same.
+# The only value of each key that this model implements.
 _ONLY_VALUES: _Json = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -42,12 +42,12 @@ _ONLY_VALUES: _Json = {
     "add_cross_attention": False,
 }
 _ROPE_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# Code in a folder that is known to compute what the architecture does: DeepSeek's, and ours.
+# The module in a folder that is known to implement the architecture: DeepSeek's, and Steadyhead's.
 _KNOWN_CODE = {"deepseek_v3": "modeling_deepseek", "steadyhead": "modeling_steadyhead"}
 
 
 def choose_architecture(model: ModelConfig) -> str:
-    """The public architecture that computes the same as the model, or our own where there is none."""
+    """The public architecture that computes the same as the model, or `OWN` if there is none."""
     attention = model.attention
     if attention.softcap is not None or attention.ssmax or attention.sink or attention.gated:
         return OWN
@@ -55,17 +55,17 @@ def choose_architecture(model: ModelConfig) -> str:
         return DEEPSEEK if attention.mla.latent_norm and not attention.qk_norm else OWN
     if attention.qk_norm:
         return QWEN3
-    # `transformers` refuses such a Llama although it has a head_dim.
+    # `transformers` rejects a Llama whose dim is not divisible by its heads, although it has head_dim.
     return LLAMA if model.dim % model.num_heads == 0 else OWN
 
 
 def to_hf_config(model: ModelConfig, dtype: str, eod_id: int | None) -> _Json:
-    """The content of config.json.
+    """Returns the content of config.json.
 
     Args:
-        model: resolved, with a vocabulary size.
-        dtype: of the weights, `bfloat16` or `float32`.
-        eod_id: end-of-document id; None if unknown.
+        model: The resolved configuration, with a vocabulary size.
+        dtype: The type of the weights, `bfloat16` or `float32`.
+        eod_id: The end-of-document id; None if unknown.
     """
     architecture = choose_architecture(model)
     model_type = next(name for name, value in MODEL_TYPES.items() if value == architecture)
@@ -114,7 +114,7 @@ def _deepseek_keys(model: ModelConfig) -> _Json:
         "qk_rope_head_dim": mla.rope_dim,
         "v_head_dim": mla.value_dim,
         "rope_interleave": True,
-        # All layers are dense: no mixture of experts, no layers for several tokens at once.
+        # All layers are dense: no mixture of experts, no multi-token prediction.
         "first_k_dense_replace": model.num_layers,
         "moe_layer_freq": 1,
         "num_nextn_predict_layers": 0,
@@ -122,29 +122,29 @@ def _deepseek_keys(model: ModelConfig) -> _Json:
 
 
 class Imported(NamedTuple):
-    """What a config.json says.
+    """The content of a config.json.
 
     Attributes:
-        architecture: one of MODEL_TYPES' values.
-        model: resolved, with a vocabulary size.
-        eod_id: the first end-of-sequence id; None if there is none.
-        pairs_are_neighbours: how DeepSeek's rotated rows are stored.
+        architecture: One of MODEL_TYPES' values.
+        model: The resolved configuration, with a vocabulary size.
+        eod_id: The first end-of-sequence id; None if there is none.
+        is_rope_interleaved: Whether the two rows of each rotary pair are adjacent in DeepSeek's matrices.
     """
 
     architecture: str
     model: ModelConfig
     eod_id: int | None
-    pairs_are_neighbours: bool
+    is_rope_interleaved: bool
 
 
 def from_hf_config(config: _Json, where: str) -> Imported:
-    """The model's configuration from the content of config.json.
+    """Reads the content of config.json.
 
     Args:
-        where: the file, for messages.
+        where: The file's name for messages.
 
     Raises:
-        ConfigError: a line for everything that this program does not compute, and for missing or wrong values.
+        ConfigError: With a line for each unsupported setting, and each missing or invalid value.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
@@ -170,16 +170,16 @@ def from_hf_config(config: _Json, where: str) -> Imported:
 
 
 def _missing_keys(config: _Json) -> Iterator[str]:
-    """Sizes that are absent or null: what is derived from others here is derived in another way there."""
+    """Required sizes that are absent or null. Defaults are not applied, since they differ between the formats."""
     for key in (*_NEEDED_KEYS, *_NEEDED_KEYS_BY_TYPE.get(config["model_type"], ())):
         if config.get(key) is None:
             yield key
     if config["model_type"] == "deepseek_v3" and "q_lora_rank" not in config:
-        yield "q_lora_rank"  # null means that there is none
+        yield "q_lora_rank"  # null is valid: no query compression
 
 
 def _unsupported(config: _Json) -> Iterator[str]:
-    """Settings that change what the network computes, or might, and that the model has no counterpart of."""
+    """Settings that change, or might change, what the network computes, and that this model does not support."""
     for key, value in _ONLY_VALUES.items():
         if config.get(key, value) != value:
             yield f"{key} {config[key]!r} is not supported; only {value!r} is"
@@ -199,20 +199,20 @@ def _unsupported(config: _Json) -> Iterator[str]:
 
 
 def _unsupported_deepseek(config: _Json) -> Iterator[str]:
-    """Layers that are not dense, and heads that share keys."""
+    """Unsupported settings of DeepSeek: layers that are not dense, and heads that share keys."""
     num_dense, num_layers = config.get("first_k_dense_replace", 3), config.get("num_hidden_layers")
     is_dense = type(num_dense) is int and not (type(num_layers) is int and num_dense < num_layers)
     if not is_dense and config.get("n_routed_experts", 256) is not None:
         yield f"mixture of experts is not supported: first_k_dense_replace is {num_dense!r} of {num_layers} layers"
     num_heads, num_kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if type(num_heads) is int and num_kv_heads not in (None, num_heads):
-        yield f"num_key_value_heads {num_kv_heads!r} is not supported; only one a head is, so {num_heads}"
+        yield f"num_key_value_heads {num_kv_heads!r} is not supported; expected num_attention_heads, {num_heads}"
     if config.get("rope_interleave", True) not in (True, False, None):
         yield f"rope_interleave {config['rope_interleave']!r} is not supported; expected true or false"
 
 
 def _unsupported_code(config: _Json) -> Iterator[str]:
-    """A folder of another class than the model type's, or with code of its own."""
+    """An architecture that does not match the model type, or unknown custom code."""
     expected = MODEL_TYPES[config["model_type"]]
     architectures = config.get("architectures")
     if architectures and expected not in architectures:
@@ -220,11 +220,11 @@ def _unsupported_code(config: _Json) -> Iterator[str]:
     for auto_class, name in (config.get("auto_map") or {}).items():
         module = str(name).split("--")[-1].split(".")[0]
         if auto_class.startswith("AutoModel") and module != _KNOWN_CODE.get(config["model_type"]):
-            yield f"auto_map.{auto_class} {name!r}: a model with code of its own is not supported"
+            yield f"auto_map.{auto_class} {name!r}: a model with custom code is not supported"
 
 
 def _unsupported_rope(config: _Json) -> Iterator[str]:
-    """Other rotary positions than rope_theta^(-2i / width) times the position, on the whole width."""
+    """Rotary positions other than angles of position * rope_theta^(-2i / width) over the whole width."""
     bases = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
     partial = {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
     for section in ("rope_parameters", "rope_scaling"):
@@ -246,7 +246,7 @@ def _unsupported_rope(config: _Json) -> Iterator[str]:
         if value not in (None, 1.0):
             yield f"{key} {value!r} is not supported; only 1.0 is"
     if any(value != next(iter(bases.values())) for value in bases.values()):
-        yield "; ".join(f"{key} is {value!r}" for key, value in bases.items()) + ": which one holds is not clear"
+        yield "; ".join(f"{key} is {value!r}" for key, value in bases.items()) + ": the values conflict"
 
 
 def _model(config: _Json) -> ModelConfig:

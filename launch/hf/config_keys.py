@@ -1,4 +1,4 @@
-"""Which keys of a config.json are understood here. Any other one might change what the model computes."""
+"""The known keys of a config.json. Any other key might change what the model computes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 
 def unknown_keys(config: dict[str, Any]) -> Iterator[str]:
-    """The keys that are neither read nor known to leave the logits alone, unless they are empty.
+    """Yields the non-empty keys that are neither read nor known not to affect the logits.
 
     Args:
-        config: the content of config.json; its `model_type` is one that `launch.hf.architecture` reads.
+        config: The content of config.json; its `model_type` is one that `launch.hf.architecture` reads.
     """
     model_type = config["model_type"]
-    known = _words(_READ + _OTHER + _READ_BY_TYPE.get(model_type, "") + _OTHER_BY_TYPE.get(model_type, ""))
+    known = _split(_READ + _OTHER + _READ_BY_TYPE.get(model_type, "") + _OTHER_BY_TYPE.get(model_type, ""))
     for key, value in config.items():
         if key not in known and value not in (None, {}, []):
             yield key
 
 
-def _words(text: str) -> frozenset[str]:
+def _split(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What `launch.hf.architecture` reads.
+# Keys that `launch.hf.architecture` reads.
 _READ = """
     model_type architectures auto_map quantization_config eos_token_id
     vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -40,7 +40,7 @@ _READ_BY_TYPE = {
         attention
     """,
 }
-# Training, generation, tokens and book-keeping, and what has no effect without windows or experts.
+# Keys about training, generation, tokens and bookkeeping, and those with no effect without windows or experts.
 _OTHER = """
     _name_or_path transformers_version transformers.js_config is_llama_config unsloth_fixed unsloth_version
     dtype torch_dtype use_bfloat16 torchscript attn_implementation _attn_implementation

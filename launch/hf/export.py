@@ -1,4 +1,4 @@
-"""Writing a checkpoint as a Hugging Face folder."""
+"""Exports a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -26,30 +26,26 @@ from launch.hf.model_card import write_model_card
 from launch.hf.tokenizer import export_tokenizer
 from launch.inference.load_model import end_of_document_id
 
-_VALUE_BYTES = {"bf16": 2, "fp32": 4}
-
-
-# Beyond this, ids without a token are left to the caller: the list in generation_config.json would be long.
+_ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+# With more ids without a token, generation_config.json does not list them, to stay short.
 _MAX_SUPPRESSED = 1024
-
-
 _INDENT = 2
 
 
 def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_bytes: int = 5 * 10**9) -> None:
-    """Writes the folder OUT from a checkpoint of any ZeRO stage and number of ranks.
+    """Writes the folder `out` from a checkpoint of any ZeRO stage and number of ranks.
 
-    No GPU, and no more than a few tensors of one layer are in memory at a time.
+    It needs no GPU, and holds at most a few tensors of one layer in memory at a time.
 
     Args:
-        checkpoint: one checkpoint, or a run's folder (its newest checkpoint).
+        checkpoint: A checkpoint, or a run's folder (its newest checkpoint).
         dtype: `bf16` or `fp32`.
-        max_shard_bytes: largest weight file; a tensor that is larger has a file of its own.
+        max_shard_bytes: The largest size of a weight file; a larger tensor gets a file of its own.
 
     Raises:
-        RunError, ConfigError, OSError: a fault in the checkpoint or in OUT; OUT is not there then.
+        RunError, ConfigError, OSError: The checkpoint cannot be read, or `out` cannot be written. Then `out` does not
+            exist.
     """
-
     with new_folder(out) as folder, Masters(checkpoint) as masters:
         model = masters.config.model
         tokenizer = _find_tokenizer(masters)
@@ -69,7 +65,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_bytes: in
 
 
 def plan_shards(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:
-    """Indices of consecutive tensors for each file, as many as fit; each file has at least one."""
+    """Returns the indices of each file's tensors: consecutive ones, as many as fit but at least one."""
     shards: list[list[int]] = []
     room = 0
     for index, size in enumerate(sizes):
@@ -82,7 +78,7 @@ def plan_shards(sizes: Sequence[int], max_bytes: int) -> list[list[int]]:
 
 
 def generation_config(eod_id: int | None, num_token_ids: int | None, vocab_size: int) -> dict[str, Any]:
-    """The content of generation_config.json: greedy, and never a row of the embedding without a token."""
+    """The content of generation_config.json: greedy decoding, without the embedding rows that have no token."""
     config: dict[str, Any] = {"do_sample": False}
     if eod_id is not None:
         config |= {"bos_token_id": eod_id, "eos_token_id": eod_id, "pad_token_id": eod_id}
@@ -92,10 +88,9 @@ def generation_config(eod_id: int | None, num_token_ids: int | None, vocab_size:
 
 
 def _write_weights(folder: Path, masters: Masters, dtype: str, max_shard_bytes: int) -> None:
-    """The shards, and their index."""
-
+    """Writes the weight files and their index."""
     table = rules(choose_architecture(masters.config.model), masters.config.model)
-    sizes = [_VALUE_BYTES[dtype] * math.prod(rule.shape(masters.shapes)) for rule in table]
+    sizes = [_ELEMENT_BYTES[dtype] * math.prod(rule.shape(masters.shapes)) for rule in table]
     shards = [[table[index] for index in shard] for shard in plan_shards(sizes, max_shard_bytes)]
     file_by_tensor = {}
     done_bytes = 0
@@ -124,14 +119,12 @@ def _write_weights(folder: Path, masters: Masters, dtype: str, max_shard_bytes: 
 
 
 def _find_tokenizer(masters: Masters) -> Tokenizer | None:
-
     name = masters.state.tokenizer_file
     return None if name is None else load_tokenizer(masters.checkpoint / name)
 
 
 def _write_tokenizer(folder: Path, masters: Masters, tokenizer: Tokenizer | None, eod_id: int | None) -> list[str]:
     """Writes the tokenizer's files. Returns remarks for the user."""
-
     if tokenizer is None:
         return ["the checkpoint has no tokenizer (its data had none), so the folder has none either"]
     exported = export_tokenizer(tokenizer, eod_id, masters.config.model.max_seq_len)

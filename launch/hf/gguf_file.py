@@ -1,4 +1,4 @@
-"""Llama models in GGUF files (llama.cpp), quantised or not. The `gguf` package reads the format."""
+"""Reads Llama models in GGUF files (llama.cpp), quantised or not, by the `gguf` package."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from launch.hf.layouts import Shapes
 
 _PREFIX = "llama."
 _CONTROL, _USER_DEFINED = 3, 4
-# llama.cpp's names of ways to cut a text before byte-pair encoding, and whether each digit stands alone.
+# llama.cpp's names of pre-tokenizers, and whether each splits numbers into digits.
 _DIGITS_ALONE = {"smollm": True, "gpt-2": False}
-# Of `llama.…`: what is read here, and what says nothing about a dense model's computation.
+# Keys `llama.…` that are read here, or that do not affect what a dense model computes.
 _KNOWN_KEYS = (
     *("embedding_length", "feed_forward_length", "block_count", "context_length", "expert_count", "vocab_size"),
     *("rope.freq_base", "rope.dimension_count", "rope.scaling.type", "expert_used_count", "tensor_data_layout"),
@@ -27,14 +27,14 @@ _KNOWN_KEYS = (
 
 
 class GgufFile:
-    """One file.
+    """A GGUF file.
 
     Attributes:
-        shapes: of every tensor.
+        shapes: The shape of every tensor.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises RunError when the file cannot be read or the `gguf` package is missing."""
+        """Raises RunError if the file cannot be read or the `gguf` package is missing."""
         try:
             import gguf
         except ImportError:
@@ -52,7 +52,7 @@ class GgufFile:
         }
 
     def read(self, name: str) -> Tensor:
-        """A tensor in fp32, dequantised. Raises RunError when this cannot be done."""
+        """Reads a tensor as fp32, dequantised if necessary. Raises RunError if that is not possible."""
         tensor = self._tensors[name]
         try:
             values = self._dequantize(tensor.data, tensor.tensor_type)
@@ -61,11 +61,11 @@ class GgufFile:
         return torch.from_numpy(np.array(values, dtype=np.float32)).view(self.shapes[name])
 
     def config(self) -> dict[str, Any]:
-        """What the file says of the model, by the keys of a Llama's config.json.
+        """The file's model as the content of a Llama's config.json.
 
         Raises:
-            RunError: it is another architecture, or a size is missing or no number.
-            ConfigError: with a line for every setting that is unknown here.
+            RunError: It has another architecture, or a size is missing or not a number.
+            ConfigError: With a line for every unknown setting.
         """
         architecture = self._fields.get("general.architecture")
         if architecture != "llama":
@@ -101,10 +101,11 @@ class GgufFile:
         }
 
     def tokenizer_json(self) -> tuple[bytes | None, str]:
-        """A tokenizer.json of the file's byte-level tokenizer; or None, and why there is none."""
+        """Converts the file's byte-level tokenizer to a tokenizer.json; or returns None and the reason."""
         kind, cut = self._fields.get("tokenizer.ggml.model"), self._fields.get("tokenizer.ggml.pre", "default")
         if kind != "gpt2" or cut not in _DIGITS_ALONE:
-            return None, f"the file's tokenizer ({kind}, {cut}) cannot be converted; bring its tokenizer.json"
+            reason = f"the file's tokenizer ({kind}, {cut}) cannot be converted"
+            return None, f"{reason}; pass its tokenizer.json to later commands with --tokenizer"
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
         try:
@@ -114,7 +115,7 @@ class GgufFile:
                 (token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)
             ]
             fast = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises no specific exception
             return None, f"the file's tokenizer cannot be converted: {' '.join(str(error).split())}"
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         digits = [pre_tokenizers.Digits(individual_digits=True)] if _DIGITS_ALONE[cut] else []
@@ -125,7 +126,7 @@ class GgufFile:
         return fast.to_str(pretty=True).encode(), ""
 
     def _number(self, key: str, default: float | None = None) -> Any:
-        """A setting. Raises RunError when it is no number, or missing without a default."""
+        """Reads a setting. Raises RunError if it is not a number, or is missing and has no default."""
         value = self._fields.get(_PREFIX + key, default)
         if value is None:
             raise RunError(f"{self.path}: has no {_PREFIX}{key}")

@@ -1,4 +1,4 @@
-"""Making a checkpoint from a Hugging Face folder or a GGUF file."""
+"""Creates a checkpoint from a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -42,16 +42,15 @@ from launch.hf.weights import SafetensorsFolder, Weights, read_json
 
 
 def import_model(path: Path, out: Path) -> None:
-    """Writes the checkpoint OUT at step 0, for `run.init_from` and every command that takes a checkpoint.
+    """Writes the checkpoint `out` at step 0, for `run.init_from` and every command that takes a checkpoint.
 
     Raises:
-        RunError, ConfigError, OSError: a fault in PATH (a line for every setting or tensor) or in OUT; OUT is not there
-            then.
+        RunError, ConfigError, OSError: `path` cannot be imported (with a line for every setting or tensor), or `out`
+            cannot be written. Then `out` does not exist.
     """
-
     with contextlib.ExitStack() as stack:
         weights, imported, layout, tokenizer, remarks = _open(path, stack)
-        table = rules(layout, imported.model, imported.pairs_are_neighbours)
+        table = rules(layout, imported.model, imported.is_rope_interleaved)
         shapes = parameter_shapes(imported.model)
         problems = list(tensor_problems({rule.name: rule.shape(shapes) for rule in table}, weights.shapes))
         problems = _without_tied_head(problems, weights, imported.model)
@@ -59,7 +58,7 @@ def import_model(path: Path, out: Path) -> None:
             raise ConfigError([f"{path}: {problem}" for problem in problems])
         if tokenizer is not None and tokenizer.vocab_size > (imported.model.vocab_size or 0):
             remarks.append(
-                f"the tokenizer was left out: it has {tokenizer.vocab_size} ids, the model {imported.model.vocab_size}"
+                f"the tokenizer is omitted: it has {tokenizer.vocab_size} ids, the model {imported.model.vocab_size}"
             )
             tokenizer = None
         folder = stack.enter_context(new_folder(out))
@@ -72,7 +71,7 @@ def import_model(path: Path, out: Path) -> None:
 
 
 def tensor_problems(wanted: Shapes, found: Shapes) -> Iterator[str]:
-    """A line for every tensor that is missing, left over or of another shape."""
+    """Yields a line for every tensor that is missing, unexpected or of another shape."""
     for name, shape in wanted.items():
         if name not in found:
             yield f"{name}: is missing"
@@ -80,15 +79,15 @@ def tensor_problems(wanted: Shapes, found: Shapes) -> Iterator[str]:
             yield f"{name}: has shape {list(found[name])}, expected {list(shape)}"
     for name in found:
         if name not in wanted:
-            yield f"{name}: has no place in this model"
+            yield f"{name}: is not part of this model"
 
 
 class _Source(NamedTuple):
-    """What is imported.
+    """An opened model to import.
 
     Attributes:
-        layout: of the weights, for `launch.hf.layouts.rules`.
-        remarks: for the user.
+        layout: The layout of the weights, for `launch.hf.layouts.rules`.
+        remarks: Notes for the user.
     """
 
     weights: Weights
@@ -99,14 +98,12 @@ class _Source(NamedTuple):
 
 
 def _open(path: Path, stack: contextlib.ExitStack) -> _Source:
-
     if path.suffix == ".gguf" and path.is_file():
         file = GgufFile(path)
         imported = from_hf_config(file.config(), str(path))
         content, remark = file.tokenizer_json()
         if content is None:
             return _Source(file, imported, "gguf", None, [remark])
-
         return _Source(file, imported, "gguf", HuggingFaceTokenizer(path, content), [])
     if not path.is_dir():
         raise RunError(f"{path}: neither a folder nor a .gguf file")
@@ -119,16 +116,15 @@ def _open(path: Path, stack: contextlib.ExitStack) -> _Source:
                 tokenizers.append(load_tokenizer(path / name))
             except ValueError as error:
                 remarks.append(str(error))
-    # A tokenizer.json may have tokens that were added to the SentencePiece model beside it.
+    # A tokenizer.json may have tokens in addition to those of the SentencePiece model next to it.
     best = max(tokenizers, key=lambda tokenizer: tokenizer.vocab_size, default=None)
     if best is None:
-        remarks.append(f"{path} has no tokenizer that can be read, so the checkpoint has none")
+        remarks.append(f"{path} has no readable tokenizer, so the checkpoint has none")
     return _Source(folder, imported, imported.architecture, best, remarks)
 
 
 def _without_tied_head(problems: list[str], weights: Weights, model: ModelConfig) -> list[str]:
-    """Leaves out the complaint about a head that is stored although it equals the embedding."""
-
+    """Removes the problem of a stored output head if it equals the tied embedding."""
     head = "lm_head.weight"
     if not model.tie_embeddings or head not in weights.shapes or "model.embed_tokens.weight" not in weights.shapes:
         return problems
@@ -139,8 +135,7 @@ def _without_tied_head(problems: list[str], weights: Weights, model: ModelConfig
 
 
 def _configuration(path: Path, out: Path, imported: Imported) -> Config:
-    """A configuration for the checkpoint. Only its model and end-of-document id mean something."""
-
+    """A configuration for the checkpoint. Only its model and end-of-document id are meaningful."""
     return resolve(
         Config(
             run=RunConfig(name=out.resolve().name),
@@ -156,14 +151,13 @@ def _configuration(path: Path, out: Path, imported: Imported) -> Config:
 def _write_checkpoint(
     folder: Path, config: Config, table: Sequence[Rule], shapes: Shapes, weights: Weights, tokenizer: Tokenizer | None
 ) -> None:
-    """The files of a checkpoint that one rank saved before the first step."""
-
-    num_values = {name: math.prod(shape) for name, shape in shapes.items()}
-    ranges = {name: (0, count) for name, count in num_values.items()}
+    """Writes the files of a checkpoint, as one rank would before the first step."""
+    numel = {name: math.prod(shape) for name, shape in shapes.items()}
+    ranges = {name: (0, count) for name, count in numel.items()}
     tensors = [
         StreamedTensor(
             f"{MASTER}/{part.name}",
-            (num_values[part.name],),
+            (numel[part.name],),
             torch.float32,
             functools.partial(_read, weights, rule, shapes, part.name),
         )
@@ -171,7 +165,7 @@ def _write_checkpoint(
         for part in rule.parts
     ]
     done_bytes = 0
-    with Progress("weights", 4 * sum(num_values.values())) as progress:
+    with Progress("weights", 4 * sum(numel.values())) as progress:
 
         def advance(num_bytes: int) -> None:
             nonlocal done_bytes
@@ -207,12 +201,12 @@ def _write_checkpoint(
 
 
 def _read(weights: Weights, rule: Rule, shapes: Shapes, name: str) -> Iterator[Tensor]:
-    """One of our parameters out of a public tensor, in one piece.
+    """Yields a parameter of the model, extracted from a public tensor, as one chunk.
 
     Raises:
-        RunError: it holds NaN or infinite values.
+        RunError: The tensor has NaN or infinite elements.
     """
     tensor = weights.read(rule.name)
     if not tensor.isfinite().all():
-        raise RunError(f"{rule.name}: holds NaN or infinite values")
+        raise RunError(f"{rule.name}: has NaN or infinite elements")
     yield rule.unpack(tensor, shapes)[name]

@@ -1,11 +1,11 @@
-"""How the tensors of public layouts correspond to the model's parameters: one table for both directions.
+"""Maps the tensors of public layouts to the model's parameters: one table for both directions.
 
-A public tensor holds one or more of our matrices, interleaved by head:
+A public tensor holds one or more of the model's matrices, interleaved by head:
 
     rows of head 0 of the first matrix, rows of head 0 of the second, …, rows of head 1 of the first, …
 
-and in some layouts the rotated rows of a head come as neighbouring pairs (i, i + 1), where ours are half a head apart
-(i, i + R/2).
+In some layouts the two rows of a rotary pair are adjacent in a head (i, i + 1); in this model they are half a head
+apart (i, i + R/2).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Part:
-    """One of our parameters within a public tensor.
+    """A parameter of the model within a public tensor.
 
     Attributes:
-        paired: whether the rows of each head come as neighbouring pairs there.
+        interleaved: Whether rotary pairs are adjacent in the public tensor.
     """
 
     name: str
-    paired: bool = False
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Rule:
     """A public tensor and the parameters in it.
 
     Attributes:
-        num_heads: heads in which the rows of all parts are cut.
+        num_heads: The number of heads into which the rows of all parts are split.
     """
 
     name: str
@@ -48,45 +48,45 @@ class Rule:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the public tensor is one of ours as it is."""
-        return len(self.parts) == 1 and not self.parts[0].paired
+        """Whether the public tensor equals one parameter."""
+        return len(self.parts) == 1 and not self.parts[0].interleaved
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
-        """Shape of the public tensor, from those of our parameters."""
+        """The shape of the public tensor, from those of the parameters."""
         own = [shapes[part.name] for part in self.parts]
         return (sum(shape[0] for shape in own), *own[0][1:])
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The public tensor from the parts."""
+        """Returns the public tensor made from the parts."""
         heads = [
-            _pair(_by_head(tensor, self.num_heads)) if part.paired else _by_head(tensor, self.num_heads)
+            _interleave(_by_head(tensor, self.num_heads)) if part.interleaved else _by_head(tensor, self.num_heads)
             for part, tensor in zip(self.parts, tensors, strict=True)
         ]
         return torch.cat(heads, dim=1).flatten(0, 1)
 
     def unpack(self, tensor: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-        """The parts by name from the public tensor."""
+        """Returns the parts of the public tensor, by name."""
         num_rows = [shapes[part.name][0] // self.num_heads for part in self.parts]
         heads = _by_head(tensor, self.num_heads).split(num_rows, dim=1)
         return {
-            part.name: (_unpair(rows) if part.paired else rows).flatten(0, 1)
+            part.name: (_deinterleave(rows) if part.interleaved else rows).flatten(0, 1)
             for part, rows in zip(self.parts, heads, strict=True)
         }
 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
-    """Name and shape of every parameter, without allocating any."""
+    """The shape of every parameter by name, computed without allocating any."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in GPT(model).named_parameters()}
 
 
-def rules(architecture: str, model: ModelConfig, pairs_are_neighbours: bool = True) -> list[Rule]:
-    """All tensors of a layout.
+def rules(architecture: str, model: ModelConfig, is_rope_interleaved: bool = True) -> list[Rule]:
+    """Returns the rules for all tensors of a layout.
 
     Args:
-        architecture: "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM", "SteadyheadForCausalLM" (our own
-            names), or "gguf" (llama.cpp's Llama).
-        pairs_are_neighbours: how DeepSeek's rotated rows are stored (`rope_interleave`).
+        architecture: "LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM", "SteadyheadForCausalLM" (the
+            model's own names), or "gguf" (llama.cpp's Llama).
+        is_rope_interleaved: Whether rotary pairs are adjacent in DeepSeek's matrices (`rope_interleave`).
     """
     names = list(parameter_shapes(model))
     if architecture == "SteadyheadForCausalLM":
@@ -97,7 +97,7 @@ def rules(architecture: str, model: ModelConfig, pairs_are_neighbours: bool = Tr
         latent = [name for name in names if ".attention." in name]
         plain = [Rule(_translate(name, _HUGGING_FACE), (Part(name),)) for name in names if name not in latent]
         layers = range(model.num_layers)
-        return plain + [rule for layer in layers for rule in _latent_rules(layer, model, pairs_are_neighbours)]
+        return plain + [rule for layer in layers for rule in _latent_rules(layer, model, is_rope_interleaved)]
     return [Rule(_translate(name, _HUGGING_FACE), (Part(name),)) for name in names]
 
 
@@ -135,30 +135,30 @@ _GGUF = {
 }
 
 
-def _translate(name: str, words: Mapping[str, str]) -> str:
+def _translate(name: str, names: Mapping[str, str]) -> str:
     """`blocks.3.attention.query.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
     stem = name.removesuffix(".weight")
     if not stem.startswith("blocks."):
-        return f"{words[stem]}.weight"
+        return f"{names[stem]}.weight"
     _, layer, module = stem.split(".", 2)
-    return f"{words['blocks']}.{layer}.{words[module]}.weight"
+    return f"{names['blocks']}.{layer}.{names[module]}.weight"
 
 
 def _gguf_rule(name: str, model: ModelConfig) -> Rule:
     public = _translate(name, _GGUF)
     if name.endswith(".attention.query.weight"):
-        return Rule(public, (Part(name, paired=True),), model.num_heads)
+        return Rule(public, (Part(name, interleaved=True),), model.num_heads)
     if name.endswith(".attention.key.weight"):
-        return Rule(public, (Part(name, paired=True),), model.num_kv_heads or model.num_heads)
+        return Rule(public, (Part(name, interleaved=True),), model.num_kv_heads or model.num_heads)
     return Rule(public, (Part(name),))
 
 
-def _latent_rules(layer: int, model: ModelConfig, paired: bool) -> list[Rule]:
+def _latent_rules(layer: int, model: ModelConfig, interleaved: bool) -> list[Rule]:
     """The attention of one DeepSeek-V3 layer."""
 
     def rule(public: str, *names: str, num_heads: int = 1) -> Rule:
         own = [f"blocks.{layer}.attention.{name}.weight" for name in names]
-        parts = tuple(Part(name, paired and name.endswith("_rope.weight")) for name in own)
+        parts = tuple(Part(name, interleaved and name.endswith("_rope.weight")) for name in own)
         return Rule(f"model.layers.{layer}.self_attn.{public}.weight", parts, num_heads)
 
     if model.attention.mla.q_latent_dim is None:
@@ -183,11 +183,11 @@ def _by_head(tensor: Tensor, num_heads: int) -> Tensor:
     return tensor.unflatten(0, (num_heads, -1))
 
 
-def _pair(heads: Tensor) -> Tensor:
-    """Rows half a head apart become neighbours."""
+def _interleave(heads: Tensor) -> Tensor:
+    """Makes rows that are half a head apart adjacent."""
     return heads.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
-def _unpair(heads: Tensor) -> Tensor:
-    """Undoes `_pair`."""
+def _deinterleave(heads: Tensor) -> Tensor:
+    """Undoes `_interleave`."""
     return heads.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)

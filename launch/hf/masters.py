@@ -1,4 +1,4 @@
-"""A checkpoint's master weights, read in pieces so that little of it is in memory at a time."""
+"""Reads a checkpoint's master weights in chunks, to limit memory."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ from launch.checkpoint.files import (
 from launch.errors import RunError
 from launch.hf.layouts import Rule, Shapes, parameter_shapes
 
-_PIECE_VALUES = 2**21
-_VALUES_BEFORE_REOPENING = 2**23
+_CHUNK_ELEMENTS = 2**21
+_ELEMENTS_BEFORE_REOPENING = 2**23
 
 
 class Masters:
-    """Reads the fp32 weights of one checkpoint; use it as a context manager.
+    """Reads the fp32 weights of one checkpoint. A context manager.
 
-    Its files are mapped into memory, where pages that were read stay. They are closed and opened again after every
-    32 MiB.
+    The files are memory-mapped, and pages that were read stay resident. So the files are reopened after every 32 MiB.
 
     Attributes:
-        checkpoint: the checkpoint's folder.
-        config, state: what it says of the run.
-        shapes: of all parameters.
+        checkpoint: The checkpoint's folder.
+        config, state: The configuration and state of the run in the checkpoint.
+        shapes: The shape of every parameter.
     """
 
     def __init__(self, path: Path) -> None:
         """
         Args:
-            path: one checkpoint, or a run's folder (its newest checkpoint).
+            path: A checkpoint, or a run's folder (its newest checkpoint).
 
         Raises:
-            RunError: there is no checkpoint, it is damaged, or its parameters are not the model's.
+            RunError: There is no checkpoint, it is damaged, or its parameters do not match its model.
         """
         self.checkpoint = find_checkpoint(path)
         faults = find_faults(self.checkpoint)
@@ -53,11 +52,11 @@ class Masters:
         self.config: Config = read_config(self.checkpoint)
         self.shapes: Shapes = parameter_shapes(self.config.model)
         self._reader = CheckpointReader(self.checkpoint)
-        self._values_read = 0
+        self._elements_read = 0
         self.state: TrainingState = self._reader.state
         mismatches = list(parameter_mismatches(self.state.parameters, self.shapes))
         if mismatches:
-            raise RunError(f"{self.checkpoint} does not fit its model: {'; '.join(mismatches)}")
+            raise RunError(f"{self.checkpoint} does not match its model: {'; '.join(mismatches)}")
 
     def __enter__(self) -> Masters:
         return self
@@ -68,25 +67,25 @@ class Masters:
         self._reader.__exit__(kind, error, trace)
 
     def read(self, rule: Rule) -> Iterator[Tensor]:
-        """A public tensor in pieces: flat ones where it is one of our parameters as it is, else one piece."""
+        """Yields a public tensor: in flat chunks if it equals one parameter, else as a whole."""
         if not rule.is_plain:
             yield rule.pack([self._read_whole(part.name) for part in rule.parts])
             return
         name = rule.parts[0].name
-        num_values = int(torch.Size(self.shapes[name]).numel())
-        for start in range(0, num_values, _PIECE_VALUES):
-            yield self._read(name, start, min(start + _PIECE_VALUES, num_values))
+        numel = int(torch.Size(self.shapes[name]).numel())
+        for start in range(0, numel, _CHUNK_ELEMENTS):
+            yield self._read(name, start, min(start + _CHUNK_ELEMENTS, numel))
 
     def _read_whole(self, name: str) -> Tensor:
         shape = torch.Size(self.shapes[name])
         return self._read(name, 0, shape.numel()).view(shape)
 
     def _read(self, name: str, start: int, stop: int) -> Tensor:
-        if self._values_read > _VALUES_BEFORE_REOPENING:
+        if self._elements_read > _ELEMENTS_BEFORE_REOPENING:
             self._reader.__exit__(None, None, None)
             self._reader = CheckpointReader(self.checkpoint)
-            self._values_read = 0
-        self._values_read += stop - start
+            self._elements_read = 0
+        self._elements_read += stop - start
         values = torch.empty(stop - start)
         self._reader.read_range(MASTER, name, values, start)
         return values

@@ -1,8 +1,8 @@
-"""A GPT trained with Steadyhead whose attention no architecture of `transformers` has.
+"""A GPT trained with Steadyhead whose attention no architecture of `transformers` implements.
 
-Load it with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. `attention` in config.json says
-what is on: multi-head or latent attention (MLA), norms of queries and keys or of latents, a cap on the logits,
-Scalable-Softmax, a sink, a gate. The cache of `transformers` holds whole keys and values.
+Load it with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. `attention` in config.json has its
+options: multi-head or latent attention (MLA), norms of queries and keys or of latents, a cap on the logits,
+Scalable-Softmax, a sink, a gate. The cache of `transformers` stores the keys and values themselves, not the latents.
 
 Shapes: B batch, T new positions, S visible positions, D model width, H query heads, G key/value heads, K width of a
 query or key head, V of a value head.
@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 LATENT_NORM_EPS = 1e-6
-# What `transformers` calls a cache changed in 5.2x.
+# `transformers` 5.2x renamed the output's cache field.
 CACHE_FIELD = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
@@ -81,7 +81,7 @@ def linear(in_features, out_features):
 
 
 def rotate(x_BHTK, cos_BTR, sin_BTR):
-    """Rotary positions on the last R of K values; value i is paired with i + R/2."""
+    """Applies rotary positions to the last R of K elements; element i is paired with i + R/2."""
     num_rotated = cos_BTR.shape[-1]
     plain, turned = x_BHTK.split((x_BHTK.shape[-1] - num_rotated, num_rotated), dim=-1)
     first, second = turned.float().chunk(2, dim=-1)
@@ -142,13 +142,13 @@ class Attention(nn.Module):
         return self.output(out_BTX)
 
     def heads(self, x_BTD):
-        """Queries, keys and values before norm and rotation."""
+        """Queries, keys and values before norms and rotation."""
         q_BTHK = self.query(x_BTD).unflatten(-1, (self.num_heads, -1))
         k_BTGK = self.key(x_BTD).unflatten(-1, (self.num_kv_heads, -1))
         return q_BTHK, k_BTGK, self.value(x_BTD).unflatten(-1, (self.num_kv_heads, -1))
 
     def latent_heads(self, x_BTD):
-        """The same of latent attention; the rotated part of the keys is one for all heads."""
+        """As `heads`, for latent attention, in which all heads share the rotated part of the keys."""
         c_q = x_BTD if self.query_down is None else self.query_down(x_BTD)
         c_kv = self.kv_down(x_BTD)
         if self.query_latent_norm is not None:
@@ -162,7 +162,7 @@ class Attention(nn.Module):
         return q_BTHK, k_BTHK, self.value_up(c_kv).unflatten(-1, by_head)
 
     def attend(self, q_BHTK, k_BGSK, v_BGSV, visible_BTS):
-        """Softmax attention with every option, in fp32."""
+        """Softmax attention with all options, in fp32."""
         visible_B1TS, dtype = visible_BTS.unsqueeze(1), q_BHTK.dtype
         q_BHTK = q_BHTK.float()
         if self.softmax_scale is not None:
@@ -215,7 +215,7 @@ class SteadyheadForCausalLM(PreTrainedModel, GenerationMixin):
 
     config_class = SteadyheadConfig
     base_model_prefix = ""
-    _no_split_modules = ["Block"]  # noqa: RUF012 - as `transformers` wants it
+    _no_split_modules = ["Block"]  # noqa: RUF012 - `transformers` expects a plain attribute
     _tied_weights_keys = {"head.weight": "embedding.weight"}  # noqa: RUF012
 
     def __init__(self, config):
@@ -250,12 +250,12 @@ class SteadyheadForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         **kwargs,
     ):
-        """Logits, with `labels` the loss too.
+        """Returns logits, and the loss if there are `labels`.
 
         Args:
             input_ids: (B, T) new tokens.
             attention_mask: (B, S) 0 for padding, over cached and new positions.
-            cache, past_key_values: a cache (two names for it) of earlier positions; it grows.
+            cache, past_key_values: the cache of earlier positions, under either name; it is updated.
         """
         cache = past_key_values if cache is None else cache
         if cache is None and use_cache:
@@ -263,13 +263,13 @@ class SteadyheadForCausalLM(PreTrainedModel, GenerationMixin):
         num_cached = cache.get_seq_length() if cache is not None else 0
         visible_BTS = self.visible(input_ids, attention_mask, num_cached)
         if position_ids is None:
-            position_ids = visible_BTS.sum(-1) - 1  # padding in front does not count
+            position_ids = visible_BTS.sum(-1) - 1  # padding before the text does not count
         rotary = self.rotary(position_ids)
         x_BTD = self.embedding(input_ids)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary, visible_BTS, cache)
         x_BTD = self.final_norm(x_BTD)
-        # 0 keeps all, since -0 is 0.
+        # 0 keeps all positions, since -0 is 0.
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.head(x_BTD[:, kept])
         loss = None
@@ -278,7 +278,7 @@ class SteadyheadForCausalLM(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_FIELD: cache})
 
     def visible(self, input_ids, attention_mask, num_cached) -> Tensor:
-        """(B, T, S): which positions each new one sees. Padding sees only itself."""
+        """(B, T, S): the positions that each new position attends to. Padding attends only to itself."""
         (B, T), S = input_ids.shape, num_cached + input_ids.shape[1]
         causal_TS = torch.ones(T, S, dtype=torch.bool, device=input_ids.device).tril(num_cached)
         if attention_mask is None:
@@ -289,7 +289,7 @@ class SteadyheadForCausalLM(PreTrainedModel, GenerationMixin):
         return (causal_TS & attention_mask.bool().unsqueeze(1)) | itself_TS
 
     def rotary(self, position_ids):
-        """Cosines and sines (B, T, R), computed from the positions each time: bf16 would round a stored table."""
+        """Cosines and sines (B, T, R). Not stored as a buffer, which a cast to bf16 would round."""
         num_rotated = self.blocks[0].attention.rope_dim
         exponents = torch.arange(0, num_rotated, 2, device=position_ids.device).float() / num_rotated
         angles = position_ids.float().unsqueeze(-1) / self.config.rope_theta**exponents

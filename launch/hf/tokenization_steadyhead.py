@@ -1,7 +1,7 @@
-"""The SentencePiece model in tokenizer.model as a tokenizer of `transformers`: no text is split in another way.
+"""The SentencePiece model in tokenizer.model as a tokenizer of `transformers`, which splits every text identically.
 
-`AutoTokenizer.from_pretrained(folder, trust_remote_code=True)` takes it; without that, tokenizer.json is read, which is
-faster and differs where two ways to split a text are equally likely.
+`AutoTokenizer.from_pretrained(folder, trust_remote_code=True)` loads it. Otherwise tokenizer.json is loaded, which is
+faster and may differ where two ways to split a text are equally likely.
 """
 
 import shutil
@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizer
 
 
 class SteadyheadTokenizer(PreTrainedTokenizer):
-    """Adds nothing before or after a text. The name of a special token within a text is text."""
+    """Adds no tokens before or after a text. The name of a special token in a text is encoded as text."""
 
-    vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012 - as `transformers` wants it
+    vocab_files_names = {"vocab_file": "tokenizer.model"}  # noqa: RUF012 - `transformers` expects a plain attribute
     model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
 
     def __init__(self, vocab_file, **kwargs):

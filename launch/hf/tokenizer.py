@@ -1,19 +1,18 @@
 """The tokenizer files of an exported folder.
 
-A SentencePiece model is written as it is (tokenizer.model) and as a tokenizer.json, which `transformers` reads. What
-makes the two agree:
+A SentencePiece model is copied (tokenizer.model) and converted to a tokenizer.json, which `transformers` reads. The
+conversion:
 
     SentencePiece                                   tokenizer.json
     a space is written as U+2581                    a normalizer replaces it
-    bytes for what has no piece                     byte_fallback
+    bytes for characters without a piece            byte_fallback
     bpe merges any neighbours that form a piece,    a list of merges: every split of every piece into two pieces,
     the best-scored piece first                     in the order of the pieces' scores
-    control and byte pieces are never text          they have no merges (bpe), or a score that no text can want
-                                                    (unigram)
+    control and byte pieces never match text        they have no merges (bpe), or a score too low to be chosen (unigram)
 
-One difference remains, for unigram models only: SentencePiece adds scores up in 32 bits, `tokenizers` in 64. Where two
-splits are equally likely (long runs of one character), rounding decides, and they may differ. So their folders also
-hold tokenization_steadyhead.py, which asks SentencePiece itself; `trust_remote_code=True` chooses it.
+One difference remains, for unigram models only: SentencePiece adds scores in 32 bits, `tokenizers` in 64. Where two
+splits are equally likely (long runs of one character), rounding decides, and the results may differ. So these folders
+also have tokenization_steadyhead.py, which calls SentencePiece itself and is used with `trust_remote_code=True`.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ _SPACE = "\u2581"
 _OWN_MODULE, _OWN_CLASS = "tokenization_steadyhead", "SteadyheadTokenizer"
 _UNIGRAM, _BPE = 1, 2
 _NORMAL, _USER_DEFINED, _UNUSED = 1, 4, 5
-# SentencePiece's penalty for a character without a piece, below the worst piece.
+# How far below the worst piece SentencePiece scores a character without a piece.
 _UNKNOWN_PENALTY = 10.0
-# What a converted tokenizer is tried on before it is written.
+# Texts on which a converted tokenizer is checked before it is written.
 _PROBES = (
     *(
         "",
@@ -54,24 +53,24 @@ _PROBES = (
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """Files by name, and what a user should know about them (one line each)."""
+    """Files by name, and remarks for the user (one line each)."""
 
     files: dict[str, bytes]
     remarks: list[str]
 
 
 def export_tokenizer(tokenizer: Tokenizer, eod_id: int | None, max_length: int) -> ExportedTokenizer:
-    """The files that `transformers` reads a tokenizer from.
+    """Creates the files from which `transformers` loads a tokenizer.
 
     Args:
-        eod_id: end-of-document id, which becomes begin, end and padding token; None: there is none.
-        max_length: longest context of the model.
+        eod_id: The end-of-document id, used as begin, end and padding token; None: there is none.
+        max_length: The model's longest context.
     """
     name = None if eod_id is None else _token_name(tokenizer, eod_id)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        # A document is text and then its end: nothing is added before or after a text, and a name of a special token
-        # in it is text.
+        # As in the training data: nothing is added before or after a text, and the name of a special token in a text is
+        # encoded as text.
         **({} if name is None else {"bos_token": name, "eos_token": name, "pad_token": name}),
         "add_bos_token": False,
         "add_eos_token": False,
@@ -93,12 +92,12 @@ def export_tokenizer(tokenizer: Tokenizer, eod_id: int | None, max_length: int) 
 def _sentencepiece_files(
     tokenizer: Tokenizer, eod_name: str | None
 ) -> tuple[dict[str, bytes], dict[str, Any], list[str]]:
-    """Files, keys of tokenizer_config.json, and remarks."""
+    """Returns files, keys of tokenizer_config.json, and remarks."""
     from tokenizers.models import BPE
 
     files, remarks = {"tokenizer.model": tokenizer.content}, []
     keys: dict[str, Any] = {}
-    fast, fault = _convert_checked(tokenizer)
+    fast, reason = _convert_checked(tokenizer)
     if fast is not None:
         files["tokenizer.json"] = _with_eod(fast, eod_name)
     if fast is None or not isinstance(fast.model, BPE):
@@ -107,15 +106,17 @@ def _sentencepiece_files(
         keys["auto_map"] = {"AutoTokenizer": [f"{_OWN_MODULE}.{_OWN_CLASS}", None]}
     if fast is None:
         keys["tokenizer_class"] = _OWN_CLASS
-        remarks.append(f"load the tokenizer with trust_remote_code=True: no tokenizer.json was written, since {fault}")
+        remarks.append(
+            f"load the tokenizer with trust_remote_code=True: no tokenizer.json was written, because {reason}"
+        )
     return files, keys, remarks
 
 
 def convert_sentencepiece(content: bytes) -> tokenizers.Tokenizer:
-    """The same tokenizer for the `tokenizers` library.
+    """Converts a SentencePiece model to the `tokenizers` library.
 
     Raises:
-        ValueError: a kind of model that has no counterpart there.
+        ValueError: The library has no equivalent of this model.
     """
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Tokenizer as FastTokenizer
@@ -137,13 +138,13 @@ def convert_sentencepiece(content: bytes) -> tokenizers.Tokenizer:
 
 
 def _convert_checked(tokenizer: Tokenizer) -> tuple[tokenizers.Tokenizer | None, str]:
-    """The converted tokenizer, tried on texts; or None, and why."""
+    """Returns the converted and checked tokenizer; or None and the reason."""
     try:
         fast = convert_sentencepiece(tokenizer.content)
     except ValueError as error:
         return None, str(error)
     different = [text for text in _PROBES if fast.encode(text).ids != tokenizer.encode(text)]
-    return (None, f"it would split {different[0]!r} in another way") if different else (fast, "")
+    return (None, f"it would split {different[0]!r} differently") if different else (fast, "")
 
 
 def _unigram(model: Any) -> Any:
@@ -151,7 +152,7 @@ def _unigram(model: Any) -> Any:
 
     scores = [piece.score for piece in model.pieces if piece.type == _NORMAL]
     best, worst = max(scores), min(scores)
-    # Worse than any way of spelling the piece's name in single characters.
+    # Worse than any way to spell the piece's name in single characters.
     never = (worst - _UNKNOWN_PENALTY) * 2 * max(len(piece.piece) for piece in model.pieces)
 
     def score(piece: Any) -> float:
@@ -186,11 +187,11 @@ def _bpe(model: Any) -> Any:
 
 
 def _splitter(model: Any) -> Any:
-    """Cuts out what must not be part of a longer piece.
+    """Isolates text that must not become part of a longer piece.
 
-    In a unigram model: characters of control and byte pieces' names that are no pieces themselves. Their splits are the
-    same with or without the cut, but a whole name can no longer be found. In a bpe model: user-defined pieces, which
-    SentencePiece looks for first.
+    In a unigram model: characters in the names of control and byte pieces that are not pieces themselves. They are
+    split off in any case; isolating them keeps a whole name from being matched. In a bpe model: user-defined pieces,
+    which SentencePiece matches first.
     """
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split
@@ -198,14 +199,14 @@ def _splitter(model: Any) -> Any:
     text_pieces = {piece.piece for piece in model.pieces if piece.type in (_NORMAL, _USER_DEFINED)}
     if model.trainer_spec.model_type == _UNIGRAM:
         names = "".join(piece.piece for piece in model.pieces if piece.type not in (_NORMAL, _USER_DEFINED))
-        cut_out = sorted(set(names) - text_pieces)
+        isolated = sorted(set(names) - text_pieces)
     else:
-        cut_out = sorted(
+        isolated = sorted(
             (piece.piece for piece in model.pieces if piece.type == _USER_DEFINED), key=lambda name: -len(name)
         )
-    if not cut_out:
+    if not isolated:
         return None
-    return Split(Regex("|".join(_escape(text) for text in cut_out)), "isolated")
+    return Split(Regex("|".join(_escape(text) for text in isolated)), "isolated")
 
 
 def _escape(text: str) -> str:
@@ -235,7 +236,7 @@ def _decoder(spec: Any) -> Any:
 
 
 def _with_eod(fast: tokenizers.Tokenizer, eod_name: str | None) -> bytes:
-    """The JSON, in which the end of a document is a special token."""
+    """The JSON with the end of a document as a special token."""
     from tokenizers import AddedToken
 
     if eod_name is not None:
@@ -244,7 +245,7 @@ def _with_eod(fast: tokenizers.Tokenizer, eod_name: str | None) -> bytes:
 
 
 def _plain_json(content: bytes) -> bytes:
-    """A tokenizer.json that adds nothing to a text and cuts nothing off, as the training data was made."""
+    """A tokenizer.json that neither adds to a text nor truncates it, as in the training data."""
     parsed = json.loads(content)
     if (parsed.get("post_processor") or {}).get("type") != "ByteLevel":
         parsed["post_processor"] = None

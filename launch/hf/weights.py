@@ -1,4 +1,4 @@
-"""Weights of others: a folder of safetensors, or a GGUF file."""
+"""Weights to import: their interface, and folders of safetensors files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from launch.hf.layouts import Shapes
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _READABLE_DTYPES = ("F32", "BF16", "F16", "F64")
-# Tables that some old files hold and that are computed here.
+# A table in some old files, which this model computes itself.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
 
@@ -26,13 +26,13 @@ class Weights(Protocol):
     """Tensors by name.
 
     Attributes:
-        shapes: of every tensor.
+        shapes: The shape of every tensor.
     """
 
     shapes: Shapes
 
     def read(self, name: str) -> Tensor:
-        """A tensor in fp32."""
+        """Reads a tensor as fp32."""
 
 
 class SafetensorsFolder:
@@ -41,12 +41,12 @@ class SafetensorsFolder:
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         """
         Args:
-            stack: closes the files at its end.
+            stack: Closes the files when it exits.
 
         Raises:
-            RunError: there are none, one is missing or damaged, or it is not clear which ones count.
-            ConfigError: with a line for every tensor that is not where the index says, is in two files, or is of a type
-                that cannot be read.
+            RunError: There are no files, one is missing or damaged, or it is ambiguous which ones to read.
+            ConfigError: With a line for every tensor that is not in the file listed in the index, is in two files, or
+                has an unsupported type.
         """
         self.shapes: Shapes = {}
         self._files: dict[str, Any] = {}
@@ -60,7 +60,7 @@ class SafetensorsFolder:
             except (OSError, SafetensorError) as error:
                 raise RunError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
             names = list(file.keys())
-            problems += [f"{path}: {name} is missing, which {INDEX} lists" for name in sorted(listed - set(names))]
+            problems += [f"{path}: {name} is missing, but listed in {INDEX}" for name in sorted(listed - set(names))]
             for name in names:
                 if name.endswith(_IGNORED_SUFFIX):
                     continue
@@ -69,7 +69,7 @@ class SafetensorsFolder:
                     readable = ", ".join(_READABLE_DTYPES)
                     problems.append(f"{path}: {name} has type {part.get_dtype()}; expected one of {readable}")
                 if name in paths:
-                    problems.append(f"{path}: {name} is in {paths[name].name}, too")
+                    problems.append(f"{path}: {name} is also in {paths[name].name}")
                 paths[name] = path
                 self.shapes[name] = tuple(part.get_shape())
                 self._files[name] = file
@@ -83,14 +83,14 @@ class SafetensorsFolder:
 
 
 def _list_files(folder: Path) -> dict[Path, set[str]]:
-    """The files, and which tensors the index puts into each."""
+    """The files, and the tensors that the index lists for each."""
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file() and single.is_file():
-        raise RunError(f"{folder}: holds both {SINGLE} and {INDEX}; which one counts is not clear")
+        raise RunError(f"{folder}: has both {SINGLE} and {INDEX}; delete the one that is not the model")
     if single.is_file():
         return {single: set()}
     if not index.is_file():
-        raise RunError(f"{folder}: holds neither {SINGLE} nor {INDEX}; other formats (.bin) are not read")
+        raise RunError(f"{folder}: has neither {SINGLE} nor {INDEX}; other formats (.bin) are not supported")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise RunError(f"{index}: has no weight_map")
@@ -101,7 +101,7 @@ def _list_files(folder: Path) -> dict[Path, set[str]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises RunError when it cannot be read or holds something else."""
+    """Reads a JSON object. Raises RunError if the file cannot be read or holds something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

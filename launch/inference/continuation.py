@@ -1,4 +1,4 @@
-"""Continuing a text."""
+"""Continues a text with a trained model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ _MAX_SEED = 2**63 - 1
 
 
 def print_continuation(options: argparse.Namespace) -> None:
-    """Prints the prompt and its continuation as it is drawn.
+    """Prints the prompt and its continuation, token by token.
 
     Raises:
-        RunError, ConfigError, ValueError, OSError: a fault in the checkpoint, the tokenizer or an option.
+        RunError, ConfigError, ValueError, OSError: The checkpoint, the tokenizer or an option cannot be used.
     """
-
     if not math.isfinite(options.temperature):
         raise ValueError(f"--temperature is {options.temperature}; expected a finite number")
     check_sampling(options.temperature, options.top_p)
@@ -46,23 +45,30 @@ def print_continuation(options: argparse.Namespace) -> None:
         num_token_ids=tokenizer.vocab_size,
     )
     cache = model.new_cache(batch_size=1, length=1, device="meta")
-    print(f"cache: {cache.num_bytes_per_token:,} bytes a token", file=sys.stderr)
+    print(f"cache: {cache.num_bytes_per_token:,} bytes per token", file=sys.stderr)
     tokens = list(prompt)
     shown = ""
     for token in new_tokens:
         tokens.append(token)
         text = tokenizer.decode(tokens)
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the middle of a character of several bytes
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # an incomplete multi-byte character
             print(text.removeprefix(shown), end="", flush=True)
             shown = text
     print(tokenizer.decode(tokens).removeprefix(shown))
 
 
 def _num_new_tokens(wanted: int | None, num_prompt_tokens: int, max_seq_len: int) -> int:
-    """Raises ValueError when it is below 1. (That the context is long enough is `generate`'s check.)"""
+    """The number of tokens to generate. (`generate` checks that the context is long enough.)
+
+    Raises:
+        ValueError: `wanted` is below 1.
+        RunError: The prompt fills the context.
+    """
     if wanted is not None and wanted < 1:
         raise ValueError(f"--max-new-tokens is {wanted}; expected at least 1")
     room = max_seq_len - num_prompt_tokens
     if room < 1:
-        raise RunError(f"the prompt has {num_prompt_tokens} tokens; model.max_seq_len {max_seq_len} leaves no room")
+        raise RunError(
+            f"the prompt has {num_prompt_tokens} tokens, which leaves no room in model.max_seq_len={max_seq_len}"
+        )
     return min(DEFAULT_NEW_TOKENS, room) if wanted is None else wanted

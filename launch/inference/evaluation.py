@@ -1,4 +1,4 @@
-"""Loss and perplexity of a text."""
+"""Computes the loss and perplexity of a text."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ from model.cross_entropy import IGNORE_INDEX
 from model.gpt import GPT
 
 SECONDS_BETWEEN_LINES = 10.0
-
-
 _Windows = list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss of a text.
+    """The loss of a text.
 
     Attributes:
-        num_tokens: predicted ones.
-        num_bytes: of the text, as UTF-8, without its first token.
-        loss: mean negative log-likelihood of a token, in nats.
+        num_tokens: The number of predicted tokens.
+        num_bytes: The size of the text in UTF-8, without its first token.
+        loss: The mean negative log-likelihood of a token, in nats.
         perplexity: exp(loss).
-        bits_per_byte: of all predicted tokens.
+        bits_per_byte: The summed loss in bits, divided by num_bytes.
         byte_perplexity: 2 to the power of bits_per_byte.
     """
 
@@ -51,19 +49,19 @@ class Evaluation:
 
 
 def summarise(sum_nats: float, num_tokens: int, num_bytes: int) -> Evaluation:
-    """The numbers that follow from a summed loss."""
+    """Computes the metrics from a summed loss."""
     loss, nats_per_byte = sum_nats / num_tokens, sum_nats / num_bytes
     return Evaluation(num_tokens, num_bytes, loss, _exp(loss), nats_per_byte / math.log(2), _exp(nats_per_byte))
 
 
 def plan_windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(first input, number of inputs, leading targets that do not count) of every window.
+    """Yields (first input, number of inputs, number of leading targets that do not count) of every window.
 
-    Input i predicts token i + 1. All targets 1 … num_tokens - 1 count exactly once.
+    Input i predicts token i + 1. Each of the targets 1 … num_tokens - 1 counts exactly once.
 
     Args:
-        window: largest number of inputs.
-        stride: inputs between the starts of two windows, at most `window`.
+        window: The largest number of inputs.
+        stride: The number of inputs between the starts of two windows, at most `window`.
     """
     counted = 1  # the next target that has not been counted
     start = 0
@@ -75,8 +73,7 @@ def plan_windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[in
 
 
 def encode_text(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> np.ndarray:
-    """Ids of a text, int32 [num_tokens]; only the first ones where there is a limit."""
-
+    """The token ids of a text, int32 [num_tokens], up to `max_tokens` of them."""
     segments, num_tokens = [], 0
     for ids in encode_segments(tokenizer, text):
         segments.append(ids)
@@ -87,13 +84,12 @@ def encode_text(tokenizer: Tokenizer, text: str, max_tokens: int | None) -> np.n
 
 
 def evaluate_tokens(model: GPT, tokens: np.ndarray, window: int, stride: int, batch_size: int) -> tuple[float, int]:
-    """Summed loss in nats and number of predicted tokens.
+    """Returns the summed loss in nats and the number of predicted tokens.
 
     Args:
         tokens: int32 [num_tokens].
-        batch_size: windows at once.
+        batch_size: The number of windows in a batch.
     """
-
     device = model.embedding.weight.device
     windows = list(plan_windows(len(tokens), window, stride))
     batches = [windows[first : first + batch_size] for first in range(0, len(windows), batch_size)]
@@ -109,8 +105,7 @@ def evaluate_tokens(model: GPT, tokens: np.ndarray, window: int, stride: int, ba
 
 
 def _with_progress(batches: Sequence[_Windows]) -> Iterator[_Windows]:
-    """The batches, with a bar on a terminal and otherwise a line now and then, on stderr."""
-
+    """Yields the batches, and reports progress on stderr: a bar on a terminal, otherwise a line from time to time."""
     last_line = time.monotonic()
     on_terminal = sys.stderr.isatty()
     for done, batch in enumerate(tqdm(batches, "evaluation", unit="batch", leave=False, disable=not on_terminal)):
@@ -121,8 +116,7 @@ def _with_progress(batches: Sequence[_Windows]) -> Iterator[_Windows]:
 
 
 def _batch(tokens: torch.Tensor, windows: _Windows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets; shorter windows are filled up at their end, where the causal mask hides it."""
-
+    """Returns inputs and targets. Shorter windows are padded at their end, which the causal mask hides."""
     longest = max(length for _, length, _ in windows)
     inputs_BT = torch.zeros(len(windows), longest, dtype=torch.long)
     targets_BT = torch.full((len(windows), longest), IGNORE_INDEX)
@@ -133,12 +127,11 @@ def _batch(tokens: torch.Tensor, windows: _Windows) -> tuple[torch.Tensor, torch
 
 
 def print_evaluation(options: argparse.Namespace) -> None:
-    """Evaluates and prints.
+    """Evaluates the text and prints the result.
 
     Raises:
-        RunError, ConfigError, ValueError, OSError: a fault in the checkpoint, the tokenizer, the text or an option.
+        RunError, ConfigError, ValueError, OSError: The checkpoint, the tokenizer, the text or an option cannot be used.
     """
-
     text = _read_text(options.text)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, checkpoint = load_model(options.checkpoint, device, torch.float32)
@@ -151,7 +144,7 @@ def print_evaluation(options: argparse.Namespace) -> None:
     counted_text = text if max_tokens is None else tokenizer.decode(tokens.tolist())
     num_bytes = len(counted_text.encode()) - len(tokenizer.decode(tokens[:1].tolist()).encode())
     if len(tokens) < 2 or num_bytes < 1:
-        raise RunError(f"{options.text}: too short: it has {len(tokens)} tokens, of which the first is not predicted")
+        raise RunError(f"{options.text}: too short: it has {len(tokens)} tokens, and the first is not predicted")
     result = summarise(*evaluate_tokens(model, tokens, window, stride, batch_size), num_bytes)
     if options.json:
         print(json.dumps({**asdict(result), "window": window, "stride": stride}))
@@ -163,7 +156,7 @@ def print_evaluation(options: argparse.Namespace) -> None:
 
 def _read_text(path: Path) -> str:
     try:
-        # As bytes, since text mode would change \r\n.
+        # Read as bytes, since text mode would convert \r\n.
         return path.read_bytes().decode("utf-8")
     except FileNotFoundError:
         raise RunError(f"{path}: no such file") from None
@@ -172,7 +165,7 @@ def _read_text(path: Path) -> str:
 
 
 def _in_range(name: str, value: int | None, low: int, high: int | None, default: int | None) -> int:
-    """An option's value, or its default. Raises ValueError when it is out of range."""
+    """Returns an option's value or its default. Raises ValueError if it is out of range."""
     if value is None:
         assert default is not None
         return default

@@ -1,1 +1,1 @@
-"""What a run records: metrics.jsonl, TensorBoard, warnings, traces."""
+"""Metrics of a run: metrics.jsonl, TensorBoard, warnings, profiler traces."""

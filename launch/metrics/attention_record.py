@@ -1,4 +1,4 @@
-"""How a measurement of attention is recorded: numbers for metrics.jsonl and TensorBoard, and heat maps."""
+"""Records a measurement of attention: values for metrics.jsonl and TensorBoard, and heat maps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launch.attention_control.monitor import AttentionReport
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Statistic -> title of its heat map, and the ends of its colour scale (None: those of the values).
+# Statistic -> title of its heat map, and the limits of its colour scale (None: from the values).
 HEAT_MAPS: dict[str, tuple[str, float | None, float | None]] = {
     "max_logit": ("largest logit", None, None),
     "relative_entropy": ("entropy / log L", None, 1.0),
@@ -24,11 +24,11 @@ POLICY_CHARTS = {
     QUACK: {"query/key ratios": [r"qk_ratio/.*"]},
     ADAPTIVE: {"alpha of each layer": [r"qk_adaptive_alpha/\d+"]},
 }
-SIGNIFICANT_DIGITS = 4  # of a single head's numbers in metrics.jsonl
+SIGNIFICANT_DIGITS = 4  # of the values of single heads in metrics.jsonl
 
 
 def charts(config: Config) -> dict[str, list[str]]:
-    """A layout of TensorBoard's custom scalars, with what this run records: title -> patterns of tags in one chart."""
+    """The layout of TensorBoard's custom scalars for what this run records: chart title -> patterns of its tags."""
     found = {"loss": [r"loss/train", r"loss/validation"]}
     if config.monitor.every_steps is not None:
         found |= {
@@ -44,7 +44,7 @@ def charts(config: Config) -> dict[str, list[str]]:
 
 
 def attention_record(report: AttentionReport) -> dict[str, Any]:
-    """Keys of metrics.jsonl: over all heads, by layer (the largest of max_logit, the mean of the others), by head."""
+    """The keys for metrics.jsonl: by head, by layer and overall (the maximum of max_logit, the mean of the others)."""
     by_layer = {
         name: [max(row) if name == "max_logit" else sum(row) / len(row) for row in rows]
         for name, rows in report.heads.items()
@@ -62,7 +62,7 @@ def attention_record(report: AttentionReport) -> dict[str, Any]:
 
 
 def attention_scalars(record: dict[str, Any]) -> dict[str, float]:
-    """TensorBoard's tags of a record that has a measurement; none otherwise."""
+    """The TensorBoard scalars of a record; none if the record has no measurement."""
     if "attention" not in record:
         return {}
     scalars = {f"attention/{name}": value for name, value in record["attention"]["all"].items()}
@@ -82,7 +82,7 @@ def _rounded(heads: dict[str, list[list[float]]]) -> dict[str, list[list[float]]
 
 
 def heat_maps(report: AttentionReport) -> dict[str, Figure]:
-    """Layers down, heads across: one map a statistic, at the size in which TensorBoard shows it."""
+    """One heat map per statistic, with a row per layer and a column per head, at the size that TensorBoard displays."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -1,4 +1,4 @@
-"""Peak matrix throughput of known GPUs, for model FLOP utilisation."""
+"""The peak matrix throughput of known GPUs, for model FLOP utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import torch
 
-# Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets (without sparsity). Longer names come first.
+# Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets. The first match counts: longer names first.
 PEAK_BF16_FLOPS = (
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
@@ -26,7 +26,7 @@ PEAK_BF16_FLOPS = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak bf16 FLOP/s of a GPU by its name; None when it is unknown, so that no wrong utilisation is shown."""
+    """The peak bf16 FLOP/s of a GPU by its name; None if unknown, so that no wrong utilisation is reported."""
     words = set(re.split(r"[\s-]+", device_name))
     for name, peak in PEAK_BF16_FLOPS:
         if words.issuperset(name.split()):
@@ -35,7 +35,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def device_peak_flops(device: torch.device, precision: str) -> float | None:
-    """Peak of this device for a bf16 run; None on CPU, for fp32, or when unknown."""
+    """The peak FLOP/s of this device in a bf16 run; None on a CPU, in fp32, or if unknown."""
     if device.type != "cuda" or precision != "bf16":
         return None
     return peak_flops(torch.cuda.get_device_name(device))

@@ -1,4 +1,4 @@
-"""A torch profiler trace of a few steps, for TensorBoard or Perfetto, and a memory snapshot."""
+"""Records a torch profiler trace of a few steps, for TensorBoard or Perfetto, and a memory snapshot."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MAX_TABLE_ROWS = 40
 class StepProfiler:
     """Profiles steps [start_step, start_step + steps); does nothing without a configuration.
 
-    Writes into `folder`: `rank_N.STEP.pt.trace.json`; on GPU `memory_rank_N.pickle` (open it at
-    pytorch.org/memory_viz), on CPU `memory_rank_N.txt`, the operators that allocated most.
+    Writes `rank_N.STEP.pt.trace.json` to `folder`, and on a GPU `memory_rank_N.pickle` (for pytorch.org/memory_viz), on
+    a CPU `memory_rank_N.txt` (the operators that allocated most).
     """
 
     def __init__(
@@ -30,10 +30,12 @@ class StepProfiler:
         self._device = device
         self._profiler: Any = None
         if config is not None and config.start_step < first_step:
-            log.warning("train.profile: step %d is over; this start begins at step %d", config.start_step, first_step)
+            log.warning(
+                "train.profile.start_step=%d is not profiled: this run starts at step %d", config.start_step, first_step
+            )
 
     def before_step(self, step: int) -> None:
-        """Starts at the first profiled step (0-based)."""
+        """Starts the profiler if `step` (0-based) is the first profiled one."""
         if self._config is None or step != self._config.start_step:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -44,7 +46,7 @@ class StepProfiler:
         self._profiler.start()
 
     def after_step(self, step: int) -> None:
-        """Stops after the last profiled step and writes the files."""
+        """Stops the profiler and writes the files if `step` is the last profiled one."""
         if self._profiler is None or self._config is None:
             return
         if step + 1 < self._config.start_step + self._config.steps:
@@ -65,7 +67,7 @@ class StepProfiler:
         log.info("profile of %d steps: %s and %s", self._config.steps, trace, snapshot)
 
     def close(self) -> None:
-        """Stops what is still recording; nothing is written any more."""
+        """Stops the profiler if it is running, without writing files."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

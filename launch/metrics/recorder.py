@@ -1,4 +1,4 @@
-"""What a run records: metrics.jsonl, TensorBoard and the screen. Only rank 0 writes."""
+"""Records a run: metrics.jsonl, TensorBoard and progress output. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from data.files import write_file
 from launch.attention_control.monitor import AttentionReport
 from launch.engine.step_report import StepReport
 from launch.metrics.attention_record import attention_record, attention_scalars, charts, heat_maps
-from launch.metrics.attention_warnings import AttentionWatch
+from launch.metrics.attention_warnings import AttentionWarnings
 from launch.run_folder.folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ SECONDS_BETWEEN_LINES = 5.0
 STRAGGLER_FACTOR = 1.3
 STRAGGLER_STEPS = 50
 MIN_STRAGGLER_SECONDS = 0.01
-# HPARAMS opens with five columns: keys that are said to differ between runs, by name.
+# HPARAMS initially shows five columns: keys marked as differing between runs, by name.
 FIRST_HYPERPARAMETERS = ("model.attention.kind", "model.dim", "optim.lr", "qk_control.alpha", "qk_control.policy")
 
 
@@ -43,21 +43,21 @@ def step_record(
     step: int,
     tokens: int,
     report: StepReport,
-    rates: dict[str, float],
+    learning_rates: dict[str, float],
     step_seconds: float,
     batch_tokens: int,
     flops_per_second_peak: float | None,
     flops_per_token: float,
     num_ranks: int,
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl.
+    """Returns one line of metrics.jsonl.
 
     Args:
-        step: finished optimizer steps, this one included.
-        tokens: tokens that those steps used.
-        rates: what the optimizer used, by group.
-        batch_tokens: tokens of one global batch.
-        flops_per_second_peak: of one device; None gives `mfu: null`.
+        step: The number of finished optimizer steps, including this one.
+        tokens: The number of tokens that those steps used.
+        learning_rates: The learning rates that the optimizer used, by group.
+        batch_tokens: The number of tokens in a global batch.
+        flops_per_second_peak: The peak of one device; None gives `mfu: null`.
     """
     tokens_per_second = batch_tokens / step_seconds
     peak = flops_per_second_peak
@@ -65,8 +65,8 @@ def step_record(
         "step": step,
         "tokens": tokens,
         "loss": report.loss,
-        "lr": rates["decay"],
-        "lr_qk": rates["query_key"],
+        "lr": learning_rates["decay"],
+        "lr_qk": learning_rates["query_key"],
         "grad_norm": report.grad_norm,
         "grad_norms": report.group_grad_norms,
         **({} if report.step_applied else {"skipped": True}),
@@ -84,7 +84,7 @@ def step_record(
 
 
 def _control_record(report: StepReport) -> dict[str, Any]:
-    """What query/key control did in the step; nothing without it."""
+    """The entries of query/key control for the step; empty if it is off."""
     record = dict(report.qk_record)
     if "ratios" in report.qk_statistics:
         record["qk_ratio"] = _ratio_record(report.qk_statistics["ratios"])
@@ -95,7 +95,7 @@ def _control_record(report: StepReport) -> dict[str, Any]:
 
 
 def _ratio_record(ratios: list[float]) -> dict[str, Any]:
-    """The per-head ratios that the step used, over all and by layer; from (3, L) flattened."""
+    """The step's per-head ratios, overall and by layer, from the flattened (3, L)."""
     num_layers = len(ratios) // 3
     smallest, mean, largest = (ratios[i * num_layers : (i + 1) * num_layers] for i in range(3))
     return {
@@ -107,10 +107,10 @@ def _ratio_record(ratios: list[float]) -> dict[str, Any]:
 
 
 def slowest_rank(forward_seconds: Sequence[float]) -> int | None:
-    """The rank whose forward passes took clearly longer than the median's; None when all are alike.
+    """The rank whose forward passes took clearly longer than the median; None if there is none.
 
-    Forward passes hold no collective at ZeRO stages 0 to 2, so they show a rank's own speed, whereas the time of a
-    whole step is the slowest rank's on every rank.
+    At ZeRO stages 0 to 2 forward passes contain no collective and so reflect a rank's own speed, whereas every rank's
+    step takes as long as the slowest rank's.
     """
     median = sorted(forward_seconds)[(len(forward_seconds) - 1) // 2]
     slowest = max(range(len(forward_seconds)), key=forward_seconds.__getitem__)
@@ -120,16 +120,16 @@ def slowest_rank(forward_seconds: Sequence[float]) -> int | None:
     return None
 
 
-class StragglerWatch:
-    """Names a rank that is clearly slower than the others over a stretch of steps; each rank once."""
+class StragglerWarnings:
+    """Warns about a rank that is clearly slower than the others, averaged over many steps; once per rank."""
 
     def __init__(self) -> None:
         self._sums: list[float] = []
         self._num_steps = 0
         self._named: set[int] = set()
 
-    def look(self, step: int, forward_seconds: Sequence[float]) -> None:
-        """Takes one step's forward times of all ranks; speaks at the end of a stretch."""
+    def update(self, step: int, forward_seconds: Sequence[float]) -> None:
+        """Adds one step's forward times of all ranks, and checks their means every `STRAGGLER_STEPS` steps."""
         sums = self._sums or [0.0] * len(forward_seconds)
         self._sums = [total + seconds for total, seconds in zip(sums, forward_seconds, strict=True)]
         self._num_steps += 1
@@ -141,8 +141,8 @@ class StragglerWatch:
         if slowest is not None and slowest not in self._named:
             self._named.add(slowest)
             log.warning(
-                "rank %d is slow: its forward passes took %.3f s a step over the last %d steps (to %d), the fastest "
-                "rank's %.3f s",
+                "rank %d is slow: its forward passes took %.3f s per step over the last %d steps (until step %d), "
+                "the fastest rank's %.3f s",
                 slowest,
                 means[slowest],
                 STRAGGLER_STEPS,
@@ -152,7 +152,7 @@ class StragglerWatch:
 
 
 def drop_records_after(path: Path, step: int) -> None:
-    """Rewrites metrics.jsonl without the steps beyond `step`, and without lines that are no records."""
+    """Rewrites metrics.jsonl without the steps beyond `step` and without lines that are not records."""
     if not path.exists():
         return
     lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
@@ -169,14 +169,14 @@ def _step_of(line: str) -> int | None:
 
 
 class Recorder:
-    """Writes the records of a run, once opened (on rank 0); elsewhere it does nothing.
+    """Writes the records of a run. Does nothing until opened, which only rank 0 does.
 
-    A disk that refuses them is reported once; training goes on without its records until there is room again.
+    A failure to write is reported once, and training continues. metrics.jsonl is tried again at every step.
 
     Args:
-        start_step: finished steps at this start; later records of an earlier start are dropped, so that metrics.jsonl
-            and TensorBoard stay one curve.
-        last_step: where the progress bar ends.
+        start_step: The number of finished steps at this start; later records of an earlier start are dropped, so that
+            metrics.jsonl and TensorBoard show one curve.
+        last_step: The last step, where the progress bar ends.
     """
 
     def __init__(self, folder: RunFolder, config: Config, start_step: int, last_step: int) -> None:
@@ -187,15 +187,15 @@ class Recorder:
         self._stream: io.FileIO | None = None
         self._writer: SummaryWriter | None = None
         self._bar: tqdm[Any] | None = None
-        self._stragglers = StragglerWatch()
-        self._attention = AttentionWatch(config.monitor)
+        self._stragglers = StragglerWarnings()
+        self._attention = AttentionWarnings(config.monitor)
         self._next_figure = 0.0
         self._validation = ""
         self._start_time = self._line_time = time.monotonic()
         self._has_failed = False
 
     def open(self) -> None:
-        """Opens the files. Raises OSError."""
+        """Opens the files. Raises OSError if that fails."""
         drop_records_after(self._folder.metrics, self._start_step)
         self._stream = io.FileIO(self._folder.metrics, "a")
         self._writer = SummaryWriter(str(self._folder.tensorboard), purge_step=self._start_step + 1)
@@ -210,7 +210,7 @@ class Recorder:
             )
 
     def _add_hyperparameters(self, writer: SummaryWriter) -> None:
-        """The run's row in TensorBoard's HPARAMS, whose figures are the ordinary scalars."""
+        """Adds the run to TensorBoard's HPARAMS, whose metrics are the ordinary scalars."""
         keys = dict(leaves(self._config.model_dump(mode="json")))
         values = {
             key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in keys.items()
@@ -230,24 +230,24 @@ class Recorder:
         """Records one step.
 
         Args:
-            record: see `step_record`; `val_loss` keys may be among its values.
-            report: what the record was made from.
+            record: See `step_record`; may also have `val_loss` keys.
+            report: The report from which the record was made.
         """
         if self._stream is None:
             return
-        self._stragglers.look(record["step"], report.forward_seconds)
+        self._stragglers.update(record["step"], report.forward_seconds)
         if report.attention is not None:
-            self._attention.look(record["step"], report.attention)
+            self._attention.update(record["step"], report.attention)
             self._draw(record["step"], report.attention)
         try:
             _append_line(self._stream, json.dumps(_without_nonfinite(record)))
         except OSError as error:
             self._report_once(f"{self._folder.metrics}: step {record['step']} could not be recorded: {error}")
         self._write_scalars(record["step"], _scalars(record))
-        self._show(record)
+        self._print_progress(record)
 
     def sync(self) -> None:
-        """Forces what was recorded to the disk, so that no checkpoint is ahead of its curve."""
+        """Syncs the records to disk, so that no checkpoint is ahead of them."""
         if self._stream is None:
             return
         try:
@@ -258,7 +258,7 @@ class Recorder:
             self._report_once(f"{self._folder.path}: the records could not be written: {error}")
 
     def close(self) -> None:
-        """Closes all files; it never raises, since it runs when something else has failed."""
+        """Closes all files. Must not raise, since it may run after another failure."""
         if self._stream is None:
             return
         if self._bar is not None:
@@ -268,12 +268,12 @@ class Recorder:
             with contextlib.suppress(OSError):
                 self._writer.close()
 
-    def note_checkpoint(self, step: int, seconds: float) -> None:
-        """Records how long training stood still for a checkpoint."""
+    def record_checkpoint(self, step: int, seconds: float) -> None:
+        """Records how long training paused for a checkpoint."""
         self._write_scalars(step, {"time/checkpoint_seconds": seconds})
 
     def _draw(self, step: int, attention: AttentionReport) -> None:
-        """Heat maps, as often as takes at most a hundredth of the time, and those of the last measurement."""
+        """Adds heat maps of the last measurement, and of others as long as that takes at most 1% of the time."""
         every_steps = self._config.monitor.every_steps
         is_last = every_steps is not None and step + every_steps > self._last_step
         if self._writer is None or (time.monotonic() < self._next_figure and not is_last):
@@ -294,16 +294,16 @@ class Recorder:
             for tag, value in scalars.items():
                 self._writer.add_scalar(tag, value, step)
         except OSError as error:
-            # The writer's thread is dead after a failure; a later start of the run makes a new one.
+            # The writer's thread has died; the run's next start creates a new one.
             self._writer = None
             self._report_once(f"{self._folder.tensorboard}: step {step} could not be recorded: {error}")
 
     def _report_once(self, message: str) -> None:
         if not self._has_failed:
-            log.error("%s; training goes on", message)
+            log.error("%s; training continues", message)
         self._has_failed = True
 
-    def _show(self, record: dict[str, Any]) -> None:
+    def _print_progress(self, record: dict[str, Any]) -> None:
         step = record["step"]
         if "val_loss" in record:
             self._validation = f"{record['val_loss']:.3f}"
@@ -335,7 +335,7 @@ class Recorder:
 
 
 def _without_nonfinite(value: Any) -> Any:
-    """Null in place of what JSON has no number for."""
+    """Replaces NaN and infinities, which JSON does not have, by null."""
     if isinstance(value, dict):
         return {key: _without_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -344,13 +344,13 @@ def _without_nonfinite(value: Any) -> Any:
 
 
 def _append_line(stream: io.FileIO, line: str) -> None:
-    """Appends a whole line, or leaves the file as it was and raises OSError."""
+    """Appends a whole line, or raises OSError and leaves the file unchanged."""
     data = (line + "\n").encode()
     size = os.fstat(stream.fileno()).st_size
     written = stream.write(data)
     if written != len(data):
         stream.truncate(size)
-        raise OSError(errno.ENOSPC, "only a part of the record fits")
+        raise OSError(errno.ENOSPC, "not enough space for the record")
 
 
 def _scalars(record: dict[str, Any]) -> dict[str, float]:

@@ -1,22 +1,22 @@
 """Muon for hidden matrices and AdamW for everything else, as one optimizer over DeepSpeed's flat fp32 tensors.
 
-Momentum is elementwise, so each rank keeps that of its own pieces. Newton-Schulz needs whole matrices, so every matrix
-has one rank that orthogonalises it, its owner: all pieces travel to the owners, and the results travel back.
+Momentum is elementwise, so each rank keeps the momentum of its own shards. Newton-Schulz needs whole matrices, so every
+matrix has an owner, the rank that orthogonalises it: all shards are sent to the owners, and the results are sent back.
 
     rank 0   [ ==A== | =B       momentum + gradient        [ step of A | step o
-    rank 1     == | ==C== ]     of the local pieces          f B | step of C ]
+    rank 1     == | ==C== ]     of the local shards          f B | step of C ]
                   |                                              ^
-                  |  all-to-all: a matrix's pieces               |  all-to-all: the same
-                  v  to its owner                                |  pieces back
+                  |  all-to-all: a matrix's fragments            |  all-to-all: the same
+                  v  to its owner                                |  fragments back
     owner of A and C: [A][C]   owner of B: [B]   ->   Newton-Schulz on whole matrices
 
-DeepSpeed calls the base optimizer once in all, once per group, or once per sub-group, by stage; every call exchanges
-only the matrices that it sees, and all ranks make the same calls. At stage 0 each rank has whole gradients, so only
-results travel; on one rank nothing does. What is sent is fp32.
+Depending on the stage, DeepSpeed calls the base optimizer once per step, per group, or per sub-group. Every call
+exchanges only the matrices in it, and all ranks make the same calls. At stage 0 each rank has all gradients, so only
+results are sent; on one rank nothing is. Transfers are in fp32.
 
-Memory: 4 bytes of momentum for each number of a Muon matrix, shared by the ranks like AdamW's 8 bytes of moments. For
-the time of a call, up to three fp32 copies of the matrices seen, about evenly shared by the ranks (at stage 0: whole on
-each), and in the iteration about four times `MAX_BATCH_NUMEL` numbers, or four times the largest matrix.
+Memory: 4 bytes of momentum per element of a Muon matrix, partitioned over the ranks like AdamW's 8 bytes of moments.
+During a call, up to three fp32 copies of the matrices in it, spread about evenly over the ranks (at stage 0: all of
+them on each rank), and in the iteration about four times `MAX_BATCH_NUMEL` elements, or four times the largest matrix.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from launch.distributed.shards import Shard
 from model.stability.orthogonal import orthogonalise, step_scale
 
 MUON, ADAMW = "muon", "adamw"
-MAX_BATCH_NUMEL = 2**25  # equal shapes are orthogonalised together up to this many numbers
+MAX_BATCH_NUMEL = 2**25  # matrices of equal shape are orthogonalised in batches of up to this many elements
 
 
 @dataclass(frozen=True)
 class Block:
-    """What is orthogonalised as one matrix: a parameter, or one head's rows of it; a range of the flattened parameter.
+    """A matrix to orthogonalise: a parameter or one head's rows of it, which is a range of the flattened parameter.
 
     Attributes:
-        name: of the parameter.
-        start: where the block begins in it.
+        name: The parameter's name.
+        start: The offset of the block in the flattened parameter.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of a block that lies on one rank: numbers [start, stop) of the flattened parameter."""
+    """The part of a block that is on one rank: elements [start, stop) of the flattened parameter."""
 
     block: Block
     start: int
@@ -85,20 +85,20 @@ class Fragment:
         return self.stop - self.start
 
 
-Piece = tuple[str, int, int]  # a rank's piece of a parameter, of which it has one at most: name, start, stop
+ShardRange = tuple[str, int, int]  # parameter, start, stop; a rank has at most one shard of a parameter
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Who orthogonalises what in one kind of call, and what this rank sends and receives.
+    """What this rank orthogonalises, sends and receives in a call that sees a given set of tensors.
 
     Attributes:
-        blocks: this rank orthogonalises these; equal shapes stand side by side.
-        outgoing: this rank's pieces of all blocks, in the order in which they are sent to the owners and come back.
-        outgoing_sizes: numbers for each owner.
-        incoming: all ranks' pieces of this rank's blocks, in the order in which they come.
-        incoming_sizes: numbers from each rank.
-        order: the positions in `incoming`, block by block.
+        blocks: The blocks that this rank owns; equal shapes are adjacent.
+        outgoing: This rank's fragments of all blocks, in the order in which they are sent and returned.
+        outgoing_sizes: The number of elements sent to each owner.
+        incoming: All ranks' fragments of this rank's blocks, in the order in which they arrive.
+        incoming_sizes: The number of elements received from each rank.
+        order: The positions in `incoming`, block by block.
     """
 
     blocks: list[Block]
@@ -113,16 +113,16 @@ def split_into_blocks(name: str, shape: Sequence[int], num_heads: int = 1) -> li
     """The blocks of a parameter of shape (heads x width, inputs).
 
     Raises:
-        ValueError: the parameter is not a matrix.
+        ValueError: The parameter is not a matrix.
     """
     if len(shape) != 2:
-        raise ValueError(f"{name}: has shape {tuple(shape)}, and Muon is for matrices only")
+        raise ValueError(f"{name}: has shape {tuple(shape)}; Muon expects a matrix")
     rows, cols = shape[0] // num_heads, shape[1]
     return [Block(name, head * rows * cols, rows, cols) for head in range(num_heads)]
 
 
 def assign_owners(costs: Sequence[int], num_ranks: int) -> list[int]:
-    """A rank for each block: the dearest first, each to the rank with the least work so far.
+    """Assigns a rank to each block: largest cost first, each to the rank with the lowest load so far.
 
     The busiest rank has at most the mean load plus (1 - 1/ranks) of one block's cost (Graham 1969).
     """
@@ -135,22 +135,22 @@ def assign_owners(costs: Sequence[int], num_ranks: int) -> list[int]:
     return owners
 
 
-def make_plan(blocks: Sequence[Block], pieces: Sequence[Sequence[Piece]], rank: int) -> Plan:
-    """The plan of one rank; a pure function, whose results on all ranks fit together.
+def make_plan(blocks: Sequence[Block], shard_ranges: Sequence[Sequence[ShardRange]], rank: int) -> Plan:
+    """Returns the plan of one rank. A pure function, so that the plans of all ranks match.
 
     Args:
-        blocks: that one call sees, in an order that is the same on all ranks.
-        pieces: of every rank.
+        blocks: The blocks in the call, in the same order on all ranks.
+        shard_ranges: The shards of every rank.
     """
-    owners = assign_owners([block.cost for block in blocks], len(pieces))
+    owners = assign_owners([block.cost for block in blocks], len(shard_ranges))
     owner_of = dict(zip(blocks, owners, strict=True))
     ordered = sorted(blocks, key=lambda block: (owner_of[block], block.shape))
     mine = [block for block in ordered if owner_of[block] == rank]
-    outgoing = _fragments(ordered, pieces[rank])
-    outgoing_sizes = [0] * len(pieces)
+    outgoing = _fragments(ordered, shard_ranges[rank])
+    outgoing_sizes = [0] * len(shard_ranges)
     for fragment in outgoing:
         outgoing_sizes[owner_of[fragment.block]] += fragment.numel
-    parts = [_fragments(mine, source_pieces) for source_pieces in pieces]
+    parts = [_fragments(mine, ranges) for ranges in shard_ranges]
     incoming = [fragment for part in parts for fragment in part]
     position = {block: index for index, block in enumerate(mine)}
     return Plan(
@@ -163,9 +163,9 @@ def make_plan(blocks: Sequence[Block], pieces: Sequence[Sequence[Piece]], rank: 
     )
 
 
-def _fragments(blocks: Sequence[Block], pieces: Sequence[Piece]) -> list[Fragment]:
-    """The parts of blocks within one rank's pieces, block by block."""
-    range_of = {name: (start, stop) for name, start, stop in pieces}
+def _fragments(blocks: Sequence[Block], shard_ranges: Sequence[ShardRange]) -> list[Fragment]:
+    """The fragments of blocks in one rank's shards, block by block."""
+    range_of = {name: (start, stop) for name, start, stop in shard_ranges}
     fragments = []
     for block in blocks:
         start, stop = range_of.get(block.name, (0, 0))
@@ -176,7 +176,7 @@ def _fragments(blocks: Sequence[Block], pieces: Sequence[Piece]) -> list[Fragmen
 
 
 def orthogonalise_blocks(flat: Tensor, blocks: Sequence[Block], steps: int, dtype: torch.dtype) -> None:
-    """Turns the blocks, which stand one after the other in the 1-D `flat`, into Muon's steps at rate 1, in place."""
+    """Replaces the blocks, concatenated in the 1-D `flat`, by Muon's steps at a learning rate of 1, in place."""
     offset = 0
     for (rows, cols), group in itertools.groupby(blocks, key=lambda block: block.shape):
         count = sum(1 for _ in group)
@@ -187,13 +187,13 @@ def orthogonalise_blocks(flat: Tensor, blocks: Sequence[Block], steps: int, dtyp
 
 
 class Exchange:
-    """Orthogonalises matrices whose pieces lie on all ranks. Making one is collective.
+    """Orthogonalises matrices that are sharded over all ranks. The constructor is collective.
 
     Args:
-        blocks: of every matrix that has Muon, by parameter.
-        shards: this rank's pieces of all parameters.
-        flats: the tensors that the base optimizer updates, in the same order on all ranks.
-        steps, dtype: of the iteration, see `orthogonalise`.
+        blocks: The blocks of every parameter that Muon updates, by parameter.
+        shards: This rank's shards of all parameters.
+        flats: The tensors that the base optimizer updates, in the same order on all ranks.
+        steps, dtype: Number of iterations and their type; see `orthogonalise`.
     """
 
     def __init__(
@@ -214,33 +214,35 @@ class Exchange:
         mine = [
             (self._index_of[id(shard.flat)], (shard.name, shard.start, shard.stop)) for shard in self._shards.values()
         ]
-        self._pieces: list[list[tuple[int, Piece]]] = share(mine)
+        self._shard_ranges: list[list[tuple[int, ShardRange]]] = share(mine)
         self._plans: dict[frozenset[int], Plan] = {}
 
     def plan(self, flats: Iterable[Tensor]) -> Plan:
-        """The plan of a call that sees these tensors; made once for each set of them."""
+        """The plan of a call that sees these tensors, cached for each set of them."""
         seen = frozenset(self._index_of[id(flat)] for flat in flats)
         if seen not in self._plans:
-            pieces = [[piece for index, piece in rank_pieces if index in seen] for rank_pieces in self._pieces]
-            names = {name for rank_pieces in pieces for name, _, _ in rank_pieces}
+            shard_ranges = [
+                [shard_range for index, shard_range in ranges if index in seen] for ranges in self._shard_ranges
+            ]
+            names = {name for ranges in shard_ranges for name, _, _ in ranges}
             blocks = [block for name, parts in self._blocks.items() if name in names for block in parts]
-            self._plans[seen] = make_plan(blocks, pieces, self._rank)
+            self._plans[seen] = make_plan(blocks, shard_ranges, self._rank)
         return self._plans[seen]
 
     def view(self, fragment: Fragment, flat_like: Tensor) -> Tensor:
-        """A fragment within a tensor laid out like its flat tensor, 1-D, sharing memory."""
+        """A 1-D view of a fragment in a tensor that is laid out like the fragment's flat tensor."""
         shard = self._shards[fragment.block.name]
         return shard.view(flat_like).narrow(0, fragment.start - shard.start, fragment.numel)
 
     def flat(self, fragment: Fragment) -> Tensor:
-        """The tensor that the base optimizer updates and that holds a fragment."""
+        """The flat tensor of the base optimizer that holds a fragment."""
         return self._shards[fragment.block.name].flat
 
     def orthogonalise(self, plan: Plan, outgoing: Tensor) -> Tensor:
-        """Muon's steps at rate 1 for this rank's pieces. Collective.
+        """Muon's steps at a learning rate of 1 for this rank's fragments. Collective.
 
         Args:
-            outgoing: 1-D fp32, what to orthogonalise: the plan's outgoing pieces one after the other; is overwritten.
+            outgoing: 1-D fp32, what to orthogonalise: the plan's outgoing fragments, concatenated. Overwritten.
 
         Returns:
             The steps, laid out like `outgoing`.
@@ -262,7 +264,7 @@ class Exchange:
 
 
 def _all_to_all(buffer: Tensor, sizes: list[int], out_sizes: list[int]) -> Tensor:
-    """Sends the 1-D buffer's consecutive parts to the ranks in turn; returns what came from them. Collective."""
+    """Sends consecutive parts of the 1-D buffer to the ranks; returns what they sent, concatenated. Collective."""
     if len(sizes) == 1:
         return buffer
     out = buffer.new_empty(sum(out_sizes))
@@ -271,7 +273,7 @@ def _all_to_all(buffer: Tensor, sizes: list[int], out_sizes: list[int]) -> Tenso
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the groups whose key `algorithm` is `muon`, torch's fused AdamW for those with `adamw`.
+    """Muon for groups whose `algorithm` is `muon`, and torch's fused AdamW for those with `adamw`.
 
     Muon, for a matrix W with gradient G (Jordan et al. 2024, with Nesterov momentum; scale and decay by Liu et al.,
     arXiv 2502.16982; momentum as in `torch.optim.Muon`):
@@ -280,11 +282,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         O ← orthogonalise((1 - momentum) G + momentum M)
         W ← W - lr (weight_decay W + 0.2 sqrt(max(rows, cols)) O)
 
-    The state has torch's names: `momentum_buffer`, or `exp_avg` and `exp_avg_sq`; and `step` for every tensor.
+    The state uses torch's names: `momentum_buffer`, or `exp_avg` and `exp_avg_sq`; and `step` for every tensor.
 
     Args:
-        groups: dicts with `params`, `algorithm`, and whatever differs from the defaults.
-        newton_schulz_steps: iterations of the orthogonalisation.
+        groups: Dicts with `params`, `algorithm`, and any options that differ from the defaults.
+        newton_schulz_steps: The number of iterations of the orthogonalisation.
     """
 
     def __init__(
@@ -301,12 +303,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._exchange: Exchange | None = None
 
     def bind(self, blocks: Mapping[str, Sequence[Block]], shards: Sequence[Shard], flats: Sequence[Tensor]) -> None:
-        """Tells where the matrices lie, once DeepSpeed has laid them out; before the first step. Collective.
+        """Sets where the matrices are, once DeepSpeed has partitioned them and before the first step. Collective.
 
         Args:
-            blocks: of every matrix that has Muon, by parameter.
-            shards: this rank's pieces of all parameters.
-            flats: the tensors that will be updated, in the same order on all ranks.
+            blocks: The blocks of every parameter that Muon updates, by parameter.
+            shards: This rank's shards of all parameters.
+            flats: The tensors that the optimizer updates, in the same order on all ranks.
         """
         on_gpu = any(flat.is_cuda for flat in flats)
         dtype = torch.bfloat16 if on_gpu else torch.float32  # CPUs are slow in bf16
@@ -348,7 +350,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         )
 
     def _muon_step(self, groups: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
-        assert self._exchange is not None, "bind() comes before the first step"
+        assert self._exchange is not None, "bind() must be called before the first step"
         exchange = self._exchange
         group_of = {}
         for group, flats in groups:
@@ -373,7 +375,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             exchange.view(fragment, flat).add_(step, alpha=-group_of[id(flat)]["lr"])
 
     def _state(self, flat: Tensor, *kinds: str) -> dict[str, Tensor]:
-        """The state of a tensor, with zeros for what it does not have yet."""
+        """The optimizer state of a tensor; missing entries are created as zeros."""
         state: dict[str, Tensor] = self.state[flat]
         for kind in kinds:
             if kind not in state:

@@ -1,4 +1,4 @@
-"""The optimizer over named parameter groups, and the learning rate that each group must have."""
+"""The optimizer with its named parameter groups, and the learning rate of each group."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from model.stability.groups import GroupName, group_names
 
 
 def optimizer_groups(specs: Mapping[str, ParameterSpec], config: Config) -> dict[GroupName, list[str]]:
-    """Parameter names of every group; with Muon the output head has one of its own."""
+    """The parameter names of every group; with Muon the output head is a separate group."""
     return group_names(specs, separate_head=config.optim.name == MUON)
 
 
 def group_algorithm(group: GroupName, config: Config) -> str:
-    """Which algorithm updates a group: `muon` or `adamw`."""
+    """The algorithm that updates a group: `muon` or `adamw`."""
     return MUON if config.optim.name == MUON and group.is_hidden else ADAMW
 
 
 def build_optimizer(model: nn.Module, specs: Mapping[str, ParameterSpec], config: Config) -> torch.optim.Optimizer:
-    """The optimizer with one group per `GroupName`; a group carries its name under the key `name`.
+    """Returns the optimizer with one group per `GroupName`, whose name is under the key `name`.
 
-    `adamw` is torch's fused AdamW. With `muon`, a group's algorithm stands under the key `algorithm`.
+    `adamw` is torch's fused AdamW. `muon` chooses each group's algorithm by the key `algorithm`.
     """
     parameters = dict(model.named_parameters())
     groups = [
@@ -50,7 +50,7 @@ def build_optimizer(model: nn.Module, specs: Mapping[str, ParameterSpec], config
 def muon_blocks(
     specs: Mapping[str, ParameterSpec], shapes: Mapping[str, Sequence[int]], config: Config
 ) -> dict[str, list[Block]]:
-    """What Muon orthogonalises, by parameter: whole matrices, or with `per_head` each head of a query/key matrix."""
+    """The blocks that Muon orthogonalises: whole matrices, or with `per_head` each head of a query/key matrix."""
     blocks = {}
     for group, names in optimizer_groups(specs, config).items():
         if group_algorithm(group, config) == MUON:
@@ -61,10 +61,10 @@ def muon_blocks(
     return blocks
 
 
-def group_rates(step: int, config: Config, groups: Iterable[GroupName]) -> dict[str, float]:
+def group_learning_rates(step: int, config: Config, groups: Iterable[GroupName]) -> dict[str, float]:
     """The learning rate of every group at optimizer step `step` (0-based).
 
-    With Muon, groups that have AdamW follow the same schedule to a peak of their own, `optim.muon.adamw_lr`.
+    With Muon, the groups that AdamW updates follow the same schedule with the peak `optim.muon.adamw_lr`.
     """
     optim, control = config.optim, config.qk_control
     peaks = {MUON: optim.lr, ADAMW: optim.muon.adamw_lr or optim.lr}

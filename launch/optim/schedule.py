@@ -1,4 +1,4 @@
-"""The learning rate of a step: pure functions of the step, so that a resumed run has the same rates."""
+"""The learning rate schedule: pure functions of the step, so that a resumed run has the same learning rates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from configs.schema import OptimConfig
 
 
 def learning_rate(step: int, horizon_steps: int, optim: OptimConfig) -> float:
-    """Base learning rate of optimizer step `step` (0-based).
+    """The base learning rate of optimizer step `step` (0-based).
 
     Linear warm-up reaches `optim.lr` at step `warmup_steps - 1`. Then, with p the elapsed fraction of the rest:
     constant; cosine from 1 to min_lr_ratio; or wsd, warm-up-stable-decay (Hu et al., arXiv 2404.06395): constant,
@@ -16,7 +16,7 @@ def learning_rate(step: int, horizon_steps: int, optim: OptimConfig) -> float:
 
     Args:
         step: 0 ≤ step.
-        horizon_steps: train.steps; after it the last rate holds.
+        horizon_steps: The value of train.steps; later steps keep the last learning rate.
     """
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps

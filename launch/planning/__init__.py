@@ -1,1 +1,1 @@
-"""What a run will need before it runs: memory, and settings that fit."""
+"""Plans a run before it starts: the memory that it needs, and settings that fit."""

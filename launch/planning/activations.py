@@ -1,12 +1,12 @@
-"""Bytes that the forward pass of one micro-batch leaves for the backward pass, and those of the loss.
+"""Activation memory: bytes that the forward pass of one micro-batch saves for the backward pass, and those of the loss.
 
-Counted as eager PyTorch keeps them (Korthikanti et al., arXiv 2205.05198, count a GPT with biases, dropout and a score
-matrix in the same way). Fused attention keeps its inputs, its output and one logsumexp a query, never the T x S scores.
-`torch.compile` fuses and recomputes, and keeps less.
+Counted for eager PyTorch, as Korthikanti et al. (arXiv 2205.05198) do for a GPT with biases, dropout and a matrix of
+scores. Fused attention saves its inputs, its output and one logsumexp per query, never the T x S scores.
+`torch.compile` fuses and recomputes operations, and saves less.
 
-CPU and GPU differ in RMSNorm: the CUDA kernel keeps its input, the CPU's composite keeps an fp32 copy of it and of the
-normalised values. At stage 0 in bf16 the weights are fp32 and autocast rounds them, and a norm's output once for every
-product that takes it.
+RMSNorm differs between CPU and GPU: the CUDA kernel saves its input, the CPU's composite saves fp32 copies of it and of
+the normalised values. At stage 0 in bf16 the weights are fp32; autocast rounds them, and it rounds a norm's output once
+for every product that uses it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class _Widths:
-    """What the bytes depend on beside the model's shape.
+    """What the bytes depend on besides the model's shape.
 
     Attributes:
-        value: bytes of a value in the compute dtype.
-        stream: bytes of a value of the residual stream.
-        is_autocast: whether products round their inputs.
+        value: Bytes per element in the compute dtype.
+        stream: Bytes per element of the residual stream.
+        is_autocast: Whether products round their inputs.
     """
 
     value: int
@@ -44,25 +44,25 @@ class _Widths:
         return cls(2 if in_bf16 else 4, 2 if in_bf16 and not is_autocast else 4, is_autocast, on_gpu)
 
     def norm(self, width: int, value_bytes: int) -> int:
-        """What an RMSNorm over `width` values keeps of one row: its input and the inverse RMS."""
+        """Bytes that an RMSNorm over `width` elements saves per row: its input and the inverse RMS."""
         return (value_bytes if self.on_gpu else 2 * FP32_BYTES) * width + FP32_BYTES
 
     def inputs(self, width: int, num_products: int) -> int:
-        """A block norm's output as the products that take it keep it."""
+        """Bytes of a norm's output, as saved by the products that use it."""
         return self.value * width * (num_products if self.is_autocast else 1)
 
 
 def activation_bytes(config: Config, stage: int, on_gpu: bool) -> float:
     """Bytes at the end of the forward pass of one micro-batch, without the loss."""
     model, widths = config.model, _Widths.of(config, stage, on_gpu)
-    final = widths.norm(model.dim, widths.stream) + widths.stream * model.dim  # and the gradient of the head's input
+    final = widths.norm(model.dim, widths.stream) + widths.stream * model.dim  # also the gradient of the head's input
     if config.train.activation_checkpointing:
         return _num_tokens(config) * float(model.num_layers * widths.stream * model.dim + final)
     return _num_tokens(config) * float(model.num_layers * _layer_bytes(model, widths) + final)
 
 
 def working_bytes(config: Config, stage: int, on_gpu: bool) -> float:
-    """Bytes beside these during the backward pass of one layer: gradients in flight, and what is recomputed."""
+    """Further bytes during the backward pass of one layer: gradients in flight, and recomputed activations."""
     model, widths = config.model, _Widths.of(config, stage, on_gpu)
     assert model.ffn_dim is not None
     in_flight = widths.value * 2 * model.ffn_dim + widths.stream * 2 * model.dim
@@ -71,33 +71,33 @@ def working_bytes(config: Config, stage: int, on_gpu: bool) -> float:
 
 
 def head_bytes(config: Config, stage: int) -> float:
-    """Bytes of the output head's weight gradient, which the loss makes in the forward pass."""
+    """Bytes of the output head's weight gradient, which the loss computes in the forward pass."""
     assert config.model.vocab_size is not None
     return float(_weight_bytes(config, stage) * config.model.vocab_size * config.model.dim)
 
 
 def loss_bytes(config: Config, stage: int) -> float:
-    """Bytes beside the activations at the peak of the loss: logits of a chunk and the head's gradient.
+    """Further bytes at the peak of the loss: the logits of a chunk and the head's gradient.
 
-    In turn a chunk's fp32 matrix holds logits, exponentials and gradient. A chunk's matrices stay until the next one's
-    are made, so that from two chunks on both are there. Each has a copy in the compute dtype. The head's gradient is
-    summed in fp32, from products in the compute dtype.
+    A chunk's fp32 matrix holds first the logits, then their exponentials, then the gradient. Its matrices are freed
+    after the next chunk's are allocated, so with two or more chunks two sets exist. Each matrix has a copy in the
+    compute dtype. The head's gradient is summed in fp32, from products in the compute dtype.
     """
     assert config.model.vocab_size is not None
     in_bf16 = config.train.precision == "bf16"
-    numbers = config.model.vocab_size * config.model.dim
+    numel = config.model.vocab_size * config.model.dim
     whole = FP32_BYTES * _num_tokens(config) * config.model.vocab_size
     chunk_tokens = max(1, MAX_CHUNK_BYTES // (FP32_BYTES * config.model.vocab_size))
     num_chunks = math.ceil(_num_tokens(config) / chunk_tokens)
     chunk = min(whole, FP32_BYTES * chunk_tokens * config.model.vocab_size)
     logits = chunk * (1.5 if in_bf16 else 1.0) * (1 if num_chunks == 1 else 2)
-    rounded_weight = 2 * numbers if in_bf16 and _weight_bytes(config, stage) == FP32_BYTES else 0
-    product = 2 * numbers if in_bf16 else 0
-    return float(logits + FP32_BYTES * numbers + product + rounded_weight)
+    rounded_weight = 2 * numel if in_bf16 and _weight_bytes(config, stage) == FP32_BYTES else 0
+    product = 2 * numel if in_bf16 else 0
+    return float(logits + FP32_BYTES * numel + product + rounded_weight)
 
 
 def _weight_bytes(config: Config, stage: int) -> int:
-    """Bytes of a number in the model's weights and their gradients."""
+    """Bytes per element of the model's weights and their gradients."""
     return 2 if config.train.precision == "bf16" and stage > 0 else 4
 
 
@@ -107,7 +107,7 @@ def _num_tokens(config: Config) -> int:
 
 
 def _layer_bytes(model: ModelConfig, widths: _Widths) -> int:
-    """What one block keeps of one token."""
+    """Bytes that one block saves per token."""
     assert model.ffn_dim is not None
     norms = 2 * widths.norm(model.dim, widths.stream)
     feed_forward = widths.inputs(model.dim, 2) + widths.value * 4 * model.ffn_dim  # gate, silu(gate), up and product
@@ -123,7 +123,7 @@ def _mha_bytes(model: ModelConfig, widths: _Widths) -> int:
     if model.attention.qk_norm:
         num_bytes += (heads + kv_heads) * widths.norm(head_dim, widths.value)
     if widths.on_gpu and widths.value == FP32_BYTES:
-        kv_heads = heads  # no fused fp32 kernel shares key heads, so they are repeated
+        kv_heads = heads  # no fused fp32 kernel supports grouped heads, so keys and values are repeated
     return num_bytes + _kernel_bytes(model, widths, kv_heads, head_dim, head_dim)
 
 
@@ -140,15 +140,15 @@ def _mla_bytes(model: ModelConfig, widths: _Widths) -> int:
 
 
 def _kernel_bytes(model: ModelConfig, widths: _Widths, kv_heads: int, key_width: int, value_width: int) -> int:
-    """Queries, keys, values, output and logsumexp of one token, and what the options around the kernel keep."""
+    """Bytes per token of queries, keys, values, output, logsumexp, and what the options around the kernel save."""
     attention, heads = model.attention, model.num_heads
     output = widths.value * heads * value_width
     if attention.sink:
         key_width = -(-(key_width + 1) // WIDTH_STEP) * WIDTH_STEP
-    width = max(key_width, value_width)  # the kernel has one; zeros fill the narrower
+    width = max(key_width, value_width)  # the kernel takes one width; narrower tensors are padded with zeros
     num_bytes = widths.value * (2 * heads + 2 * kv_heads) * width + FP32_BYTES * heads
     if key_width != value_width:
-        num_bytes += output  # in another layout, or without the zeros, for the output matrix
+        num_bytes += output  # in another layout, or without the padding, for the output matrix
     if attention.ssmax:
         num_bytes += FP32_BYTES * heads * key_width
     if attention.gated:

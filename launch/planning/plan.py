@@ -1,4 +1,4 @@
-"""`--dry-run` and `--plan`: what a configuration means, in figures, without data, DeepSpeed or training."""
+"""`--dry-run` and `--plan`: print what a configuration means, without data, DeepSpeed or training."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from configs.errors import ConfigError
 from configs.schema import Config
 from launch.distributed.topology import detect_topology
 from launch.engine.deepspeed_config import accumulation_steps, deepspeed_config
-from launch.optim.optimizer import group_algorithm, group_rates, optimizer_groups
+from launch.optim.optimizer import group_algorithm, group_learning_rates, optimizer_groups
 from launch.planning.fit import (
     GIGABYTE,
     STAGES,
-    USABLE,
+    USABLE_FRACTION,
     GpuMemory,
-    fewest_lines,
     find_gpu_memory,
+    min_gpus_lines,
     parse_gpu_memory,
     propose,
     with_settings,
@@ -40,10 +40,10 @@ def print_plan(config: Config, gpu_memory: str | None = None) -> None:
     """Prints the resolved configuration, sizes, groups, batch, memory and the DeepSpeed configuration.
 
     Args:
-        gpu_memory: of one GPU, e.g. 80GB; None: of the GPU that is there, or `DEFAULT_GPU_BYTES`.
+        gpu_memory: The memory of one GPU, e.g. 80GB; None: that of the local GPU, or `DEFAULT_GPU_BYTES`.
 
     Raises:
-        ConfigError: `gpu_memory` is no memory.
+        ConfigError: `gpu_memory` is not a size.
     """
     memory = find_gpu_memory(gpu_memory)
     config, vocabulary_note = with_vocabulary(config)
@@ -65,17 +65,17 @@ def print_plan(config: Config, gpu_memory: str | None = None) -> None:
         print("\n".join(lines), end="\n\n")
 
 
-def print_fit(config: Config, num_gpus: str | None, gpu_memory: str | None) -> None:
-    """Prints a proposal, and for each stage the smallest number of GPUs that the configured run fits onto.
+def print_proposal(config: Config, num_gpus: str | None, gpu_memory: str | None) -> None:
+    """Prints a proposal, and for each stage the fewest GPUs on which the configured run fits.
 
     Raises:
-        ConfigError: for arguments that are no number or no memory, and where nothing fits.
+        ConfigError: An argument is not valid, or no settings fit.
     """
     if num_gpus is None or gpu_memory is None:
         raise ConfigError(["--plan: expected --gpus N and --gpu-memory, e.g. 80GB"])
     problems = []
     if not num_gpus.isdecimal() or int(num_gpus) == 0:
-        problems.append(f"--gpus: {num_gpus!r} is not a whole number from 1 on")
+        problems.append(f"--gpus: {num_gpus!r} is not valid; expected an integer of at least 1")
     try:
         memory = parse_gpu_memory(gpu_memory)
     except ConfigError as error:
@@ -84,8 +84,8 @@ def print_fit(config: Config, num_gpus: str | None, gpu_memory: str | None) -> N
         raise ConfigError(problems)
     config, notes = with_vocabulary(config)
     sizes = model_sizes(config)
-    print("\n".join([*notes, f"{sizes.num_parameters:,} parameters; {USABLE:.0%} of {gpu_memory} are used"]))
-    print("\n".join(fewest_lines(sizes, config, memory.num_bytes)))
+    print("\n".join([*notes, f"{sizes.num_parameters:,} parameters; {USABLE_FRACTION:.0%} of {gpu_memory} is used"]))
+    print("\n".join(min_gpus_lines(sizes, config, memory.num_bytes)))
     fit = propose(sizes, config, int(num_gpus), memory.num_bytes)
     if fit is None:
         raise ConfigError([f"--gpus: {num_gpus} of {gpu_memory} are too few for this model and sequence length"])
@@ -94,13 +94,13 @@ def print_fit(config: Config, num_gpus: str | None, gpu_memory: str | None) -> N
         f"proposal for {num_gpus}: deepspeed.zero_stage={fit.zero_stage} "
         f"train.micro_batch_size={fit.micro_batch_size} "
         f"train.activation_checkpointing={str(fit.activation_checkpointing).lower()}\n"
-        f"about {fit.num_bytes / GIGABYTE:.1f} GB a rank, "
-        f"{accumulation_steps(proposed, int(num_gpus))} micro-batches a step"
+        f"about {fit.num_bytes / GIGABYTE:.1f} GB per rank, "
+        f"{accumulation_steps(proposed, int(num_gpus))} micro-batches per step"
     )
 
 
 def with_vocabulary(config: Config) -> tuple[Config, list[str]]:
-    """The configuration with a vocabulary size, and a line that says when it had to be assumed."""
+    """Returns the configuration with a vocabulary size, and lines for the user if it had to be assumed."""
     if config.model.vocab_size is not None:
         return config, []
     from launch.training.data import open_data
@@ -109,7 +109,7 @@ def with_vocabulary(config: Config) -> tuple[Config, list[str]]:
         return open_data(config)[1], []
     except ConfigError as error:
         model = config.model.model_copy(update={"vocab_size": ASSUMED_VOCAB_SIZE})
-        notes = [f"vocabulary: {ASSUMED_VOCAB_SIZE:,} assumed, since the data cannot be read yet:", *error.problems]
+        notes = [f"vocabulary: {ASSUMED_VOCAB_SIZE:,} assumed, because the data cannot be read yet:", *error.problems]
         return config.model_copy(update={"model": model}), notes
 
 
@@ -146,14 +146,14 @@ def _group_lines(model: GPT, config: Config) -> list[str]:
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     groups = optimizer_groups(collect_specs(model), config)
     peak_step = min(config.optim.warmup_steps, config.train.steps - 1)
-    rates = group_rates(peak_step, config, groups)
+    learning_rates = group_learning_rates(peak_step, config, groups)
     rows = [
         (
             group.value,
             group_algorithm(group, config),
             len(names),
             f"{sum(sizes[name] for name in names):,}",
-            f"{rates[group.value]:.3g}",
+            f"{learning_rates[group.value]:.3g}",
             config.optim.weight_decay if group.is_decayed else 0.0,
         )
         for group, names in groups.items()
@@ -189,8 +189,8 @@ def _memory_lines(config: Config, gpu_memory: GpuMemory) -> list[str]:
         "gigabytes, each part where it is largest: they are not all there at once, and the peak is what must fit;",
         "* is the configured stage",
         *_table(("ZeRO", "GPUs", *PARTS, "peak", "at"), rows),
-        f"fewest GPUs with {gpu_memory}, of which {USABLE:.0%} are used:",
-        *fewest_lines(sizes, config, gpu_memory.num_bytes),
+        f"fewest GPUs with {gpu_memory}, of which {USABLE_FRACTION:.0%} are used:",
+        *min_gpus_lines(sizes, config, gpu_memory.num_bytes),
     ]
 
 

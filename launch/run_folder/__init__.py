@@ -1,1 +1,1 @@
-"""A run's folder, as the run and other processes see it; no torch."""
+"""A run's folder: its files, its lock, and what other processes can read from it. No module here imports torch."""

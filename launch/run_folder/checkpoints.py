@@ -1,8 +1,8 @@
-"""The names of a run's checkpoints and of what stands beside them: plain paths, no torch.
+"""The names of a run's checkpoints, without importing torch.
 
 checkpoints/step_00001000/              a committed checkpoint
-checkpoints/step_00001000.partial/      is being written or deleted, or was when the run was killed
-checkpoints/step_00001000.superseded/   set aside: it is beyond the step that a later start began at
+checkpoints/step_00001000.partial/      being written or deleted, or left by a run that was killed meanwhile
+checkpoints/step_00001000.superseded/   renamed, because it is beyond the step at which a later start began
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 PARTIAL_SUFFIX = ".partial"
-ASIDE_SUFFIX = ".superseded"
+SUPERSEDED_SUFFIX = ".superseded"
 _NAME = re.compile(r"^step_(\d{8,})$")
 
 
@@ -26,7 +26,7 @@ def partial_path(final: Path) -> Path:
 
 
 def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Returns (step, folder) of all committed checkpoints, oldest first."""
+    """Returns (step, folder) of every committed checkpoint, oldest first."""
     if not checkpoints.is_dir():
         return []
     matches = ((_NAME.match(path.name), path) for path in checkpoints.iterdir() if path.is_dir())
@@ -34,10 +34,10 @@ def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def newest_checkpoint(checkpoints: Path) -> tuple[int, Path | None]:
-    """Returns (step, folder) of the newest committed checkpoint, which is not verified here; (0, None) without one."""
+    """Returns (step, folder) of the newest committed checkpoint, without verifying it; (0, None) if there is none."""
     return max(list_checkpoints(checkpoints), default=(0, None))
 
 
 def is_saving(checkpoints: Path) -> bool:
-    """Whether a checkpoint is unfinished: it is being written, or was when the run was killed."""
+    """Whether a checkpoint is being written, or was when the run was killed."""
     return any(checkpoints.glob(f"step_*{PARTIAL_SUFFIX}"))

@@ -18,7 +18,7 @@ _OWN_NAMES = frozenset(
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of the files described in docs/monitoring.md."""
+    """The paths of a run's files, which are described in docs/monitoring.md."""
 
     path: Path
 
@@ -69,5 +69,5 @@ def mark_done(folder: RunFolder, step: int, loss: float) -> None:
 
 
 def is_own_file(name: str) -> bool:
-    """Whether a run writes a file or folder of this name."""
+    """Whether a run writes a file or folder with this name."""
     return name in _OWN_NAMES or name.endswith(".tmp") or _RANK_FILE.match(name) is not None

@@ -1,4 +1,4 @@
-"""What a run's folder tells about a run, seen from another process: plain files, no torch."""
+"""Reads the state of a run from its folder, from another process and without importing torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def done_step(folder: Path) -> int | None:
-    """The last step in the completion marker; None when there is no (readable) marker."""
+    """The last step in the completion marker; None if there is no readable marker."""
     try:
         return int(json.loads((folder / "DONE").read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -16,7 +16,7 @@ def done_step(folder: Path) -> int | None:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The complete lines of metrics.jsonl; a kill may have cut off the last one."""
+    """The records in metrics.jsonl, without an incomplete last line, which a kill may leave."""
     try:
         text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -25,10 +25,9 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 class Progress:
-    """The last step that the start under way has recorded.
+    """The last step that the current start of a run has recorded.
 
-    Every start of a run rewrites metrics.jsonl; until then, what is in the file is an earlier start's. To be made
-    before the start.
+    Every start rewrites metrics.jsonl; until then the file is an earlier start's. Create this object before the start.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +37,7 @@ class Progress:
         self._step = 0
 
     def last_step(self) -> int:
-        """0 as long as this start has recorded nothing."""
+        """The last recorded step; 0 until this start has recorded one."""
         try:
             found = self._path.stat()
             if found.st_ino == self._old_inode or found.st_size == self._size_bytes:
@@ -49,5 +48,5 @@ class Progress:
                 lines = stream.read().split(b"\n")[:-1]
             self._step = int(json.loads(lines[-1])["step"]) if lines else 0
         except (OSError, ValueError):
-            pass  # it is being written; the next look is soon
+            pass  # the file is being written; the next call reads it again
         return self._step

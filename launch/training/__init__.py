@@ -1,1 +1,1 @@
-"""A run from its start to its last step: data, start, training loop."""
+"""A run from its start to its last step: data, resuming, the training loop, rollbacks."""

@@ -1,4 +1,4 @@
-"""Opens the data that a configuration names, and makes the batches of one rank."""
+"""Opens the configured data, and creates the batches of one rank."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from data.source import TokenSource
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Opened sources.
+    """The opened data of a run. Shards without a manifest come from other programs.
 
     Attributes:
-        sources: training sources of all phases, see `list_sources`; val_sources: validation sets by name.
-        source_keys: of each training source, the key under which it is first configured.
-        order: which sample comes when.
-        num_token_ids: ids that data may hold (the tokenizer's vocabulary, or the model's for foreign shards).
-        tokenizer: path of the tokenizer's file; None for foreign shards without data.tokenizer.
-        tokenizer_sha256: its hash, None likewise.
-        fingerprints: of the training sources, see `fingerprint`.
+        sources: The training sources of all phases; see `list_sources`.
+        source_keys: For each training source, the key under which it is first configured.
+        val_sources: The validation sets by name.
+        order: The order of the samples.
+        num_token_ids: The number of valid token ids: the tokenizer's vocabulary, or the model's without a manifest.
+        tokenizer: The tokenizer's file; None if there is neither a manifest nor data.tokenizer.
+        tokenizer_sha256: The hash of the tokenizer; None if there is none.
+        fingerprints: The fingerprint of each training source; see `fingerprint`.
     """
 
     sources: list[TokenSource]
@@ -48,7 +49,7 @@ class TrainingData:
     fingerprints: tuple[str, ...]
 
     def skipping(self, skipped: SkippedSamples) -> TrainingData:
-        """The same without these samples."""
+        """Returns the same data without these samples."""
         return replace(self, order=self.order.skipping(skipped))
 
 
@@ -56,7 +57,7 @@ def open_data(config: Config) -> tuple[TrainingData, Config]:
     """Opens all sources and completes the configuration with the vocabulary size.
 
     Raises:
-        ConfigError: with every source that cannot be used, each under its key.
+        ConfigError: A source cannot be used; there is one line for each, with its key.
     """
     seq_len = sequence_length(config)
     problems: list[str] = []
@@ -85,14 +86,14 @@ def open_data(config: Config) -> tuple[TrainingData, Config]:
 
 
 def list_sources(config: Config) -> tuple[dict[str, str], list[Phase]]:
-    """The sources of all phases, and the phases, of which data.sources is the first.
+    """Returns the sources of all phases, and the phases, of which data.sources is the first.
 
-    A phase that names a path again goes on with the source that had it before; the n-th mention within a phase with the
-    n-th one.
+    A phase that names the path of an earlier phase continues that source; the n-th mention of a path in a phase
+    continues the n-th source with that path.
 
     Returns:
-        Key (`data.sources.0`, `data.phases.0.sources.1`) -> path of each source, in the order of appearance; and the
-        phases with positions in it.
+        Key (`data.sources.0`, `data.phases.0.sources.1`) -> path of each source, in order of appearance; and the
+        phases, which refer to sources by their index.
     """
     entries = [("data.sources", 0, config.data.sources)]
     for index, later in enumerate(config.data.phases):
@@ -116,9 +117,9 @@ def list_sources(config: Config) -> tuple[dict[str, str], list[Phase]]:
 
 
 def past_phases(config: Config, fingerprints: Sequence[str], consumed_samples: int) -> list[str]:
-    """What `data.phases` has decided of the first samples, a text for each phase, to be compared with another's.
+    """Describes the entries of `data.phases` that affected the first samples, one line each, for a comparison.
 
-    A source is told by its number, which says where it was used before, and by its fingerprint.
+    A source is identified by its index, which shows where it was used before, and by its fingerprint.
     """
     _, phases = list_sources(config)
     texts = []
@@ -133,13 +134,13 @@ def past_phases(config: Config, fingerprints: Sequence[str], consumed_samples: i
 
 
 def sequence_length(config: Config) -> int:
-    """Tokens of a training sample in a resolved configuration."""
+    """The number of tokens in a training sample, from a resolved configuration."""
     assert config.data.seq_len is not None
     return config.data.seq_len
 
 
 def batch_geometry(config: Config, world_size: int) -> BatchGeometry:
-    """How a global batch is laid out over ranks, micro-batches and accumulation."""
+    """The layout of a global batch over ranks, micro-batches and accumulation."""
     samples_per_step = config.train.global_batch_tokens // sequence_length(config)
     micro_batch_size = config.train.micro_batch_size
     accumulation = derive_accumulation(samples_per_step, micro_batch_size, world_size)
@@ -149,7 +150,7 @@ def batch_geometry(config: Config, world_size: int) -> BatchGeometry:
 def training_batches(
     data: TrainingData, config: Config, geometry: BatchGeometry, rank: int, first_sample: int, device: torch.device
 ) -> StepLoader:
-    """This rank's batches from the run's sample `first_sample` on."""
+    """Loads this rank's batches, starting at the run's sample `first_sample`."""
     return StepLoader(
         data.sources,
         data.order,
@@ -164,10 +165,10 @@ def training_batches(
 
 
 def probe_batch(data: TrainingData, config: Config) -> torch.Tensor:
-    """Tokens (B, T) of the first training samples, on which attention is measured; the same on all ranks.
+    """Returns the tokens (B, T) of the first training samples, on which attention is measured, on all ranks.
 
-    Documents in it are not masked, whatever data.mask_documents says. Samples that the run leaves out count as well, so
-    that the batch stays the same for the whole run.
+    Documents are not masked, regardless of data.mask_documents. Skipped samples are included, so that the batch stays
+    the same for the whole run.
     """
     num_sequences, seq_len = config.monitor.probe_sequences, sequence_length(config)
     located = data.order.skipping(SkippedSamples()).locate(np.arange(num_sequences))
@@ -180,7 +181,7 @@ def probe_batch(data: TrainingData, config: Config) -> torch.Tensor:
 def fixed_batches(
     data: TrainingData, source: TokenSource, config: Config, geometry: BatchGeometry, rank: int
 ) -> Iterator[MicroBatch]:
-    """This rank's share of a validation set's fixed windows."""
+    """Yields this rank's share of a validation set's fixed windows."""
     return validation_batches(
         source,
         sequence_length(config),
@@ -216,7 +217,7 @@ def fingerprint(source: TokenSource) -> str:
 
 
 def describe_data(data: TrainingData, config: Config) -> list[str]:
-    """A line per source: its tokens, and how much of it the run uses; a line per phase, if there are several."""
+    """Returns a line per source, with its tokens and how much of it the run uses, and a line per phase if several."""
     seq_len = sequence_length(config)
     steps = config.train.last_step
     samples_per_step = config.train.global_batch_tokens // seq_len
@@ -246,7 +247,7 @@ def describe_data(data: TrainingData, config: Config) -> list[str]:
 
 
 def _open(key: str, path: str, seq_len: int, problems: list[str]) -> list[TokenSource]:
-    """The source in a list, or an empty list and one more problem."""
+    """Returns the source in a list, or an empty list after appending to `problems`."""
     try:
         source = TokenSource.open(path)
         source.num_windows(seq_len)
@@ -257,7 +258,7 @@ def _open(key: str, path: str, seq_len: int, problems: list[str]) -> list[TokenS
 
 
 def _common_tokenizer(config: Config, sources: list[TokenSource]) -> tuple[Path | None, str | None]:
-    """The tokenizer that all sources were made with."""
+    """The tokenizer with which all sources were made, and its hash."""
     hashes = {source.manifest.tokenizer_sha256: source for source in sources if source.manifest is not None}
     if len(hashes) > 1:
         made = "; ".join(f"{source.path} with {sha256[:12]}" for sha256, source in hashes.items())
@@ -277,14 +278,14 @@ def _common_tokenizer(config: Config, sources: list[TokenSource]) -> tuple[Path 
 
 
 def _vocabulary(config: Config, sources: list[TokenSource]) -> tuple[int, int]:
-    """(rows of the embedding, ids that data may hold)."""
+    """The rows of the embedding, and the number of valid token ids."""
     manifests = [source.manifest for source in sources if source.manifest is not None]
     used = max((manifest.vocab_size for manifest in manifests), default=None)
     wanted = config.model.vocab_size
     eod_id = config.data.eod_id
     if wanted is None:
         if used is None:
-            raise ConfigError(["model.vocab_size: is required, since the shards come without a manifest that tells it"])
+            raise ConfigError(["model.vocab_size: is required, because the shards have no manifest"])
         wanted = max(manifest.padded_vocab_size for manifest in manifests)
     elif used is not None and wanted < used:
         raise ConfigError([f"model.vocab_size: {wanted} is less than the {used} token ids of the data"])

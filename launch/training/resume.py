@@ -1,6 +1,6 @@
-"""Where a run starts from: the folder and the checkpoint are checked, and the decision is made before anything changes.
+"""Decides where a run starts: checks the folder and the checkpoint before anything is changed.
 
-What each value of `run.resume` allows is said in `configs.resume`; here it is carried out.
+`configs.resume` defines what each value of `run.resume` allows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from launch.checkpoint.files import (
     read_config,
     read_state,
 )
-from launch.checkpoint.verify import newest_good, shared_faults
+from launch.checkpoint.verify import newest_undamaged, shared_faults
 from launch.distributed.collective import on_main_rank
 from launch.distributed.topology import Topology
 from launch.errors import RunError, SharedError
@@ -37,23 +37,23 @@ from launch.training.data import TrainingData, past_phases, sequence_length
 
 log = logging.getLogger(__name__)
 
-# A resumed run must have the same model and the same order of the same data; all else may change, and the configuration
-# wins. A source may move to another path: its content is compared with the checkpoint's fingerprint.
+# A resumed run must have the same model and the same data in the same order. Everything else may change, and the new
+# configuration applies. A source may move to another path, since its fingerprint is compared with the checkpoint's.
 _FIXED_KEYS = ("model.", "run.seed", "data.seq_len", "data.sources")
 _UNIMPORTANT_KEYS = ("run.resume", "run.name", "run.dir")
 
 
 def check_folder(folder: RunFolder, config: Config) -> None:
-    """Whether this configuration may start or go on in a folder; changes nothing. For rank 0.
+    """Checks that this configuration may start or resume in a folder; changes nothing. For rank 0.
 
     Raises:
-        RunError: the folder holds a run with another model or data, or any run while `run.resume` is `never`.
+        RunError: The folder holds a run with another model or data, or any run if `run.resume` is `never`.
     """
     has_checkpoints = bool(list_checkpoints(folder.checkpoints))
     if refuses_existing_run(config.run.resume) and (has_checkpoints or folder.metrics.exists()):
         raise RunError(
             f"run.resume={config.run.resume}, but {folder.path} already holds a run; choose another run.name, "
-            "move the folder away, or set run.resume=auto to go on"
+            "move the folder away, or set run.resume=auto to resume"
         )
     fixed = fixed_differences(previous_configuration(folder), config.model_dump(mode="json"))
     if fixed and has_checkpoints:
@@ -64,13 +64,13 @@ def check_folder(folder: RunFolder, config: Config) -> None:
 
 
 def previous_configuration(folder: RunFolder) -> dict[str, Any]:
-    """The configuration of the folder's last start as a plain tree; empty when there was none.
+    """Returns the configuration of the folder's last start as a plain tree; empty if there was none.
 
-    Where the folder's own file is gone or damaged, the newest checkpoint's is taken.
+    If the folder's config.yaml is missing or damaged, the newest readable one of a checkpoint is used.
     """
     for path in (folder.config, *(path / CONFIG for _, path in reversed(list_checkpoints(folder.checkpoints)))):
         try:
-            # Through the schema, so that keys which came with a newer version have their defaults.
+            # Loaded through the schema, so that keys of a newer version have their defaults.
             return load_config(path).model_dump(mode="json")
         except ConfigError:
             continue
@@ -78,7 +78,7 @@ def previous_configuration(folder: RunFolder) -> dict[str, Any]:
 
 
 def fixed_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What makes `new` another run than `old`, both plain trees of a configuration: a text for each key."""
+    """Describes each change from `old` to `new`, both plain trees, that a resumed run may not have."""
     if not old:
         return []
     old, new = _without_source_paths(old), _without_source_paths(new)
@@ -89,11 +89,11 @@ def fixed_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def begin_run(folder: RunFolder, config: Config, before: Config | None) -> list[str]:
-    """Writes the configuration and removes an old completion marker. For rank 0, once the start cannot fail any more.
+def record_start(folder: RunFolder, config: Config, before: Config | None) -> list[str]:
+    """Writes the configuration and removes an old completion marker. For rank 0, once the start can no longer fail.
 
     Args:
-        before: of the checkpoint that the run goes on from; None: there is none.
+        before: The configuration in the checkpoint that the run resumes from; None if it does not resume.
 
     Returns:
         One line for every key whose value changed since then, or else since the run was last started.
@@ -115,10 +115,10 @@ def _without_source_paths(tree: dict[str, Any]) -> dict[str, Any]:
 def choose_checkpoint(resume: str, checkpoints: Path, rank: int, world_size: int) -> Path | None:
     """Returns the checkpoint to resume from, verified, or None to start at step 0. Collective.
 
-    The ranks share the verification. With `auto` a damaged checkpoint is named and the next older one is taken.
+    The ranks share the verification. With `auto`, damage is logged and the next older checkpoint is tried.
 
     Raises:
-        SharedError: the named checkpoint does not exist or is damaged, or all of the run's are damaged.
+        SharedError: The named checkpoint does not exist or is damaged, or all of the run's are damaged.
     """
     path = named_checkpoint(resume)
     if path is not None:
@@ -130,7 +130,7 @@ def choose_checkpoint(resume: str, checkpoints: Path, rank: int, world_size: int
     if not resumes_newest(resume):
         return None
     candidates = on_main_rank(lambda: [path for _, path in reversed(list_checkpoints(checkpoints))])
-    chosen = newest_good(candidates, rank, world_size)
+    chosen = newest_undamaged(candidates, rank, world_size)
     if chosen is None and candidates:
         raise SharedError(
             f"{checkpoints}: all {len(candidates)} checkpoints are damaged; "
@@ -141,12 +141,12 @@ def choose_checkpoint(resume: str, checkpoints: Path, rank: int, world_size: int
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts from.
+    """The starting point of a run.
 
     Attributes:
-        checkpoint: to go on from, or to take the weights of; None: initial weights.
-        state: of the checkpoint to go on from; None at step 0.
-        skipped: what the run leaves out of the data order.
+        checkpoint: The checkpoint to resume from, or whose weights to load; None for initial weights.
+        state: The state of the checkpoint to resume from; None at step 0.
+        skipped: The samples of the data order that the run skips.
     """
 
     checkpoint: Path | None = None
@@ -155,15 +155,15 @@ class Start:
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """The number of finished steps."""
         return self.state.step if self.state else 0
 
 
 def choose_start(config: Config, folder: RunFolder, data: TrainingData, topology: Topology) -> Start:
-    """Finds and checks what `run.resume` and `run.init_from` ask for; changes nothing. Collective.
+    """Finds and checks the checkpoint for `run.resume` and `run.init_from`; changes nothing. Collective.
 
     Raises:
-        SharedError: a checkpoint that was asked for cannot be used.
+        SharedError: A requested checkpoint cannot be used.
     """
     chosen = choose_checkpoint(config.run.resume, folder.checkpoints, topology.rank, topology.world_size)
     if chosen is not None:
@@ -175,7 +175,7 @@ def choose_start(config: Config, folder: RunFolder, data: TrainingData, topology
 
 
 def is_finished(folder: RunFolder, config: Config) -> bool:
-    """Whether the run has already reached its last step and is not sent back by `run.resume`. Collective."""
+    """Whether the run has already finished and `run.resume` does not restart it from a checkpoint. Collective."""
     finished = on_main_rank(lambda: done_step(folder.path))
     if not stays_finished(config.run.resume) or finished is None or finished < config.train.last_step:
         return False
@@ -188,32 +188,32 @@ def _checked_resume(checkpoint: Path, config: Config, data: TrainingData) -> Sta
     _check_tokenizer(checkpoint, state, data)
     saved_config = read_config(checkpoint)
     problems = fixed_differences(saved_config.model_dump(mode="json"), config.model_dump(mode="json"))
-    num_first = len(config.data.sources)  # those of later phases may change until they are used
+    num_first = len(config.data.sources)  # sources of later phases may change until they are used
     for key, source, ours, saved in zip(
         data.source_keys[:num_first], data.sources, data.fingerprints, state.data_fingerprints, strict=False
     ):
         if saved != ours:
-            problems.append(f"{key}: {source.path} holds other data than the run was trained on")
+            problems.append(f"{key}: {source.path} differs from the data that the run was trained on")
     skipped = SkippedSamples.of(state.skipped_samples)
     reached = int(skipped.places(np.array(state.consumed_samples)))
     before = past_phases(saved_config, state.data_fingerprints, reached)
     after = past_phases(config, data.fingerprints, reached)
     if before != after:
         problems.append(
-            f"data.phases: of the {reached * sequence_length(config):,} tokens passed so far they "
-            f"decided: {'; '.join(before) or 'nothing'}; and now: {'; '.join(after) or 'nothing'}; only phases that "
+            f"data.phases: for the first {reached * sequence_length(config):,} tokens, the run used: "
+            f"{'; '.join(before) or 'no phases'}; now configured: {'; '.join(after) or 'no phases'}; only phases that "
             "begin later may change"
         )
     if problems:
         raise RunError(
-            f"{checkpoint} is of another model or data: {'; '.join(problems)}. "
+            f"{checkpoint} belongs to a run with another model or data: {'; '.join(problems)}. "
             "To start a new run from its weights, set run.init_from instead"
         )
     saved_optimizer = saved_config.optim.name
     if saved_optimizer != config.optim.name:
         raise RunError(
-            f"{checkpoint} holds the state of optim.name={saved_optimizer}, which is of no use to optim.name="
-            f"{config.optim.name}. Set optim.name={saved_optimizer} to go on, or start a new run (another run.name) "
+            f"{checkpoint} holds the state of optim.name={saved_optimizer}, which optim.name={config.optim.name} "
+            f"cannot use. Set optim.name={saved_optimizer} to resume, or start a new run (another run.name) "
             f"from its weights with run.init_from={checkpoint}"
         )
     if state.step > config.train.last_step:
@@ -234,7 +234,7 @@ def _checked_weights(path: Path, data: TrainingData) -> Start:
 
 
 def _check_tokenizer(checkpoint: Path, state: TrainingState, data: TrainingData) -> None:
-    """Token ids must mean the same in the data as in the checkpoint."""
+    """Raises RunError if token ids have another meaning in the data than in the checkpoint."""
     saved, wanted = state.tokenizer_sha256, data.tokenizer_sha256
     if saved is not None and wanted is not None and saved != wanted:
         raise RunError(

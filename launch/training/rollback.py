@@ -1,4 +1,4 @@
-"""Going back to the last good checkpoint after an anomaly."""
+"""Rolls a run back to its last undamaged checkpoint after an anomaly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from configs.schema import Config
 from data.skips import SkippedSamples
 from launch.checkpoint.files import read_state
-from launch.checkpoint.verify import newest_good
+from launch.checkpoint.verify import newest_undamaged
 from launch.distributed.collective import on_main_rank
 from launch.distributed.topology import Topology
 from launch.errors import SharedError
@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rollback:
-    """A step at fault, from which the run is to go back to its last checkpoint.
+    """A request to roll back because of an anomalous step.
 
     Attributes:
-        step: number of the step.
-        consumed_samples: of the run, with those of the step.
-        skipped: what the run left out up to then.
-        reason: what is wrong, in one line.
+        step: The number of the step.
+        consumed_samples: The number of samples that the run has used, including those of the step.
+        skipped: The samples that the run has skipped so far.
+        reason: The anomaly, in one line.
     """
 
     step: int
@@ -42,42 +42,42 @@ class Rollback:
     reason: str
 
 
-def roll_back(
+def choose_rollback_start(
     rollback: Rollback,
     first_start: Start,
     config: Config,
     folder: RunFolder,
     topology: Topology,
-    taken: Counter[Path | None],
+    num_rollbacks: Counter[Path | None],
 ) -> Start:
-    """The last checkpoint of this run that verifies, or the run's beginning before the first. Collective.
+    """Returns a start from the run's last undamaged checkpoint, or from its beginning if it has none yet. Collective.
 
-    The samples from there to the bad step, this included, are left out from now on.
+    The samples between that start and the end of the anomalous step are skipped from then on.
 
     Args:
-        first_start: of this process.
-        taken: how often the run has gone back to each checkpoint; counted up.
+        first_start: The start of this process.
+        num_rollbacks: The number of rollbacks to each checkpoint so far; incremented.
 
     Raises:
-        SharedError: all are damaged, or it has gone back to the same one too often.
+        SharedError: All checkpoints are damaged, or the run has rolled back to the same one too often.
     """
-    gc.collect()  # the engine that was given up; its memory is needed for the next one
+    gc.collect()  # frees the memory of the old engine for the next one
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     candidates = on_main_rank(lambda: _own_checkpoints(first_start, folder))
-    checkpoint = newest_good(candidates, topology.rank, topology.world_size)
-    begins_again = checkpoint is None and not candidates and first_start.state is None
-    if begins_again and first_start.checkpoint is not None:
-        begins_again = newest_good([first_start.checkpoint], topology.rank, topology.world_size) is not None
-    if checkpoint is None and not begins_again:
-        raise SharedError(f"{rollback.reason}; there is no undamaged checkpoint to go back to")
+    checkpoint = newest_undamaged(candidates, topology.rank, topology.world_size)
+    restarts = checkpoint is None and not candidates and first_start.state is None
+    if restarts and first_start.checkpoint is not None:
+        restarts = newest_undamaged([first_start.checkpoint], topology.rank, topology.world_size) is not None
+    if checkpoint is None and not restarts:
+        raise SharedError(f"{rollback.reason}; there is no undamaged checkpoint to roll back to")
     where = checkpoint or "the start of the run"
-    if taken[checkpoint] == config.train.max_rollbacks:
+    if num_rollbacks[checkpoint] == config.train.max_rollbacks:
         raise SharedError(
-            f"{rollback.reason}; the run has gone back to {where} {taken[checkpoint]} times already "
+            f"{rollback.reason}; the run has already rolled back to {where} {num_rollbacks[checkpoint]} times "
             "(train.max_rollbacks)"
         )
-    taken[checkpoint] += 1
+    num_rollbacks[checkpoint] += 1
     start = first_start
     if checkpoint is not None:
         start = Start(checkpoint, on_main_rank(lambda: read_state(checkpoint)))
@@ -85,9 +85,9 @@ def roll_back(
     edges = rollback.skipped.places(np.array([consumed_samples, rollback.consumed_samples - 1]))
     first, last = edges.tolist()
     log.warning(
-        "going back to %s (rollback %d of at most %d to there); the %d samples from there to step %d are left out",
+        "rolling back to %s (%d of at most %d times); the %d samples from there to step %d are skipped",
         where,
-        taken[checkpoint],
+        num_rollbacks[checkpoint],
         config.train.max_rollbacks,
         rollback.consumed_samples - consumed_samples,
         rollback.step,
@@ -96,7 +96,7 @@ def roll_back(
 
 
 def _own_checkpoints(first_start: Start, folder: RunFolder) -> list[Path]:
-    """The checkpoints that lead to where the run is, newest first. The folder may hold another branch's beside them."""
+    """The checkpoints of the current run, newest first, without those of an abandoned branch in the same folder."""
     saved = list(reversed(list_checkpoints(folder.checkpoints)))
     if first_start.state is None:
         return [path for _, path in saved]

@@ -1,4 +1,4 @@
-"""What happens once before the steps: where the run starts from, and what is said about it."""
+"""Loads the starting point into the engine, prepares the run's folder, and logs a summary of the run."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from configs.schema import Config
 from data.loader import BatchGeometry
 from launch.checkpoint.files import read_config
 from launch.checkpoint.restore import restore
-from launch.checkpoint.retention import clean_leftovers, set_newer_aside
+from launch.checkpoint.retention import clean_leftovers, supersede_newer_checkpoints
 from launch.distributed.collective import on_main_rank
 from launch.distributed.topology import Topology
 from launch.engine.engine import Engine
 from launch.run_folder.folder import RunFolder
 from launch.training.data import TrainingData, describe_data
-from launch.training.resume import Start, begin_run
+from launch.training.resume import Start, record_start
 
 log = logging.getLogger(__name__)
 
 
 def load_start(engine: Engine, start: Start, folder: RunFolder, config: Config) -> None:
-    """Loads the weights (and all else when going on), and makes the folder this run's. Collective."""
+    """Loads the weights (when resuming, the whole state), and prepares the run's folder. Collective."""
     if start.checkpoint is not None:
         restore(engine, start.checkpoint, weights_only=start.state is None)
-    changes = on_main_rank(lambda: _take_over(folder, config, start))
+    changes = on_main_rank(lambda: _prepare_folder(folder, config, start))
     for change in changes:
         log.info("configuration changed since %s: %s", "the checkpoint" if start.state else "the last start", change)
     if start.state is not None:
-        log.info("going on from %s at step %d", start.checkpoint, start.step)
+        log.info("resuming from %s at step %d", start.checkpoint, start.step)
     elif start.checkpoint is not None:
         log.info("starting from the weights of %s", start.checkpoint)
 
 
-def announce(
+def log_run_summary(
     config: Config, data: TrainingData, geometry: BatchGeometry, topology: Topology, device: torch.device
 ) -> None:
-    """Says what is about to run."""
+    """Logs the run, its data and its batch."""
     accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     log.info(
         "run %s: %d rank%s on %s, ZeRO stage %d, %s",
@@ -53,7 +53,7 @@ def announce(
 
 
 def describe_batch(config: Config, geometry: BatchGeometry) -> str:
-    """The batch arithmetic in one line."""
+    """Describes in one line how the global batch is divided."""
     slots = geometry.world_size * geometry.micro_batch_size * geometry.accumulation
     empty = slots - geometry.samples_per_step
     return (
@@ -63,11 +63,11 @@ def describe_batch(config: Config, geometry: BatchGeometry) -> str:
     )
 
 
-def _take_over(folder: RunFolder, config: Config, start: Start) -> list[str]:
-    """Makes the folder this run's; returns what has changed in its configuration."""
+def _prepare_folder(folder: RunFolder, config: Config, start: Start) -> list[str]:
+    """Prepares the folder for this start; returns what has changed in the configuration."""
     clean_leftovers(folder.checkpoints)
-    set_newer_aside(folder.checkpoints, start.step)
+    supersede_newer_checkpoints(folder.checkpoints, start.step)
     before = None
     if start.state is not None and start.checkpoint is not None:
         before = read_config(start.checkpoint)
-    return begin_run(folder, config, before)
+    return record_start(folder, config, before)

@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, checkpoints, and leaving together."""
+"""The training loop: steps, validation, checkpoints, and a common stop of all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from configs.schema import Config
-from data.loader import BatchGeometry
+from data.loader import BatchGeometry, StepLoader
 from launch.checkpoint.files import TrainingState
 from launch.checkpoint.retention import prune_checkpoints
 from launch.checkpoint.save import optimizer_scalars, optimizer_tensor_kinds, save_checkpoint
@@ -21,12 +21,12 @@ from launch.errors import EXIT_DONE, EXIT_STOPPED, RunError, SharedError
 from launch.metrics.hardware import device_peak_flops
 from launch.metrics.profiler import StepProfiler
 from launch.metrics.recorder import Recorder, step_record
-from launch.optim.optimizer import group_rates
+from launch.optim.optimizer import group_learning_rates
 from launch.process.stop import StopRequest
 from launch.process.watchdog import Watchdog
 from launch.run_folder.checkpoints import list_checkpoints
 from launch.run_folder.folder import RunFolder, mark_done
-from launch.training.bad_batch import locate_samples, report_samples, suspicious_samples
+from launch.training.bad_batch import locate_samples, report_samples, samples_to_report
 from launch.training.data import TrainingData, fixed_batches, sequence_length, training_batches
 from launch.training.rollback import Rollback
 from model.flops import flops_per_token
@@ -39,19 +39,19 @@ class _PendingStep:
     """A step whose report has not been read yet.
 
     Attributes:
-        step: its number, from 1.
-        consumed_samples: of the run, with those of the step.
+        step: The number of the step, from 1.
+        consumed_samples: The number of samples that the run has used, including those of the step.
     """
 
     step: int
     consumed_samples: int
-    rates: dict[str, float]
+    learning_rates: dict[str, float]
     interval: Interval
     report: PendingReport
 
 
-class _GoBack(Exception):
-    """The run cannot go on from the weights that it has; the message says why."""
+class _RollbackRequested(Exception):
+    """The run must roll back, for the reason in the message."""
 
     def __init__(self, pending: _PendingStep, reason: str) -> None:
         super().__init__(reason)
@@ -59,14 +59,14 @@ class _GoBack(Exception):
 
 
 class Trainer:
-    """Runs the steps of one process; all ranks run the same ones.
+    """Runs the training steps of one rank; all ranks run the same steps.
 
     Args:
-        config: resolved, with the vocabulary size.
-        geometry: layout of a global batch.
-        state: of the checkpoint that was loaded; None at step 0.
-        stop: whether to stop early.
-        watchdog: is told of progress.
+        config: The resolved configuration, with the vocabulary size.
+        geometry: The layout of a global batch.
+        state: The state in the checkpoint that was loaded; None at step 0.
+        stop: The request to stop early.
+        watchdog: Notified after every step.
     """
 
     def __init__(
@@ -100,72 +100,73 @@ class Trainer:
         self._num_failed_saves = 0
 
     def fit(self) -> int | Rollback:
-        """Trains to the last step, or to a request to stop. Collective.
+        """Trains until the last step or a request to stop. Collective.
 
         Returns:
-            The exit code, finished or stopped on request after a checkpoint; or that the run must go back.
+            The exit code (finished, or stopped on request after a checkpoint), or a request to roll back.
 
         Raises:
-            RunError: non-finite loss or gradients, or checkpoints could not be saved.
+            RunError: The run must stop because of an anomaly, or checkpoints could not be saved.
         """
+        config, engine = self._config, self._engine
         self._stop.begin_training()
-        device = self._engine.device
         profiler = StepProfiler(
-            self._config.train.profile, self._folder.profile, self._engine.rank, device, self._first_step
+            config.train.profile, self._folder.profile, engine.rank, engine.device, self._first_step
         )
-        recorder = Recorder(self._folder, self._config, self._first_step, self._last_step)
+        recorder = Recorder(self._folder, config, self._first_step, self._last_step)
         on_main_rank(recorder.open)
         loader = training_batches(
-            self._data,
-            self._config,
-            self._geometry,
-            self._engine.rank,
-            self._consumed_samples,
-            device,
+            self._data, config, self._geometry, engine.rank, self._consumed_samples, engine.device
         )
         pending: _PendingStep | None = None
         stopping = False
         saved_step = self._first_step if self._first_step else None
         try:
             for step in range(self._first_step, self._last_step):
-                profiler.before_step(step)
-                interval = Interval(device)
-                wait_start = time.perf_counter()
-                batch = next(loader)
-                data_seconds = time.perf_counter() - wait_start
-                rates = group_rates(step, self._config, self._engine.groups)
-                check = self._anomalies.check if self._anomalies.may_skip else None
-                report = self._engine.train_step(step, batch, rates, data_seconds, self._stop.is_set, check)
-                interval.stop()
-                profiler.after_step(step)
-                self._consumed_samples += self._geometry.samples_per_step
+                started = self._start_step(step, loader, profiler)
                 # Reading a report waits for its step, so each is read while the next one runs on the device.
                 if pending is not None:
-                    stopping = self._finish(pending, recorder)
-                pending = _PendingStep(step + 1, self._consumed_samples, rates, interval, report)
-                if stopping or self._is_due(step + 1):
-                    stopping = self._finish(pending, recorder) or stopping
+                    stopping = self._complete_step(pending, recorder)
+                pending = started
+                if stopping or self._must_read_now(step + 1):
+                    stopping = self._complete_step(pending, recorder) or stopping
                     pending = None
                     if stopping or self._checkpoint_is_due(step + 1):
                         saved_step = self._save(step + 1, recorder, must_succeed=stopping) or saved_step
                 if stopping and step + 1 < self._last_step:
-                    log.info("stopped on request after step %d; run it again to go on", step + 1)
+                    log.info("stopped on request after step %d; run the same command again to resume", step + 1)
                     return EXIT_STOPPED
             self._finish_run(recorder, saved_step)
             return EXIT_DONE
-        except _GoBack as bad:
-            return Rollback(bad.pending.step, bad.pending.consumed_samples, self._data.order.skipped, str(bad))
+        except _RollbackRequested as request:
+            last = request.pending
+            return Rollback(last.step, last.consumed_samples, self._data.order.skipped, str(request))
         finally:
             profiler.close()
             loader.close()
             recorder.close()
+
+    def _start_step(self, step: int, loader: StepLoader, profiler: StepProfiler) -> _PendingStep:
+        """Runs a step, without waiting for the device to finish it. Collective."""
+        profiler.before_step(step)
+        interval = Interval(self._engine.device)
+        wait_start = time.perf_counter()
+        batch = next(loader)
+        data_seconds = time.perf_counter() - wait_start
+        learning_rates = group_learning_rates(step, self._config, self._engine.groups)
+        check = self._anomalies.check if self._anomalies.may_skip else None
+        report = self._engine.train_step(step, batch, learning_rates, data_seconds, self._stop.is_set, check)
+        interval.stop()
+        profiler.after_step(step)
+        self._consumed_samples += self._geometry.samples_per_step
+        return _PendingStep(step + 1, self._consumed_samples, learning_rates, interval, report)
 
     def _finish_run(self, recorder: Recorder, saved_step: int | None) -> None:
         if saved_step != self._last_step:
             self._save(self._last_step, recorder, must_succeed=True)
         on_main_rank(lambda: mark_done(self._folder, self._last_step, self._loss))
 
-    def _is_due(self, step: int) -> bool:
+    def _must_read_now(self, step: int) -> bool:
         return step == self._last_step or self._checkpoint_is_due(step) or self._validation_is_due(step)
 
     def _checkpoint_is_due(self, step: int) -> bool:
@@ -174,20 +175,20 @@ class Trainer:
     def _validation_is_due(self, step: int) -> bool:
         return step % self._config.validation.every_steps == 0 or step == self._last_step
 
-    def _finish(self, pending: _PendingStep, recorder: Recorder) -> bool:
+    def _complete_step(self, pending: _PendingStep, recorder: Recorder) -> bool:
         """Reads a step's report, checks it, validates if due, and records it. Returns whether to stop."""
         report = pending.report.read()
         self._watchdog.step_finished(pending.step)
         anomaly = self._find_anomaly(report)
         if anomaly is not None:
             with self._watchdog.slow_work():
-                self._respond(anomaly, pending, report)
+                self._handle_anomaly(anomaly, pending, report)
         self._num_skips = 0 if report.step_applied else self._num_skips + 1
         record = step_record(
             pending.step,
             pending.consumed_samples * sequence_length(self._config),
             report,
-            pending.rates,
+            pending.learning_rates,
             step_seconds=pending.interval.seconds(),
             batch_tokens=self._config.train.global_batch_tokens,
             flops_per_second_peak=self._peak_flops,
@@ -205,33 +206,33 @@ class Trainer:
     def _find_anomaly(self, report: StepReport) -> Anomaly | None:
         if report.was_checked:
             return report.anomaly
-        if not report.step_applied:  # DeepSpeed dropped it because of its gradients
+        if not report.step_applied:  # DeepSpeed dropped it because of non-finite gradients
             return self._anomalies.nonfinite()
         return self._anomalies.check(report.loss, report.grad_norm)
 
-    def _respond(self, anomaly: Anomaly, pending: _PendingStep, report: StepReport) -> None:
-        """Says what is wrong and with which samples, and does what is configured. Collective.
+    def _handle_anomaly(self, anomaly: Anomaly, pending: _PendingStep, report: StepReport) -> None:
+        """Reports the anomaly and its samples, and takes the configured action. Collective.
 
         Raises:
-            SharedError: the run is to stop.
-            _GoBack: it is to go back.
+            SharedError: The run must stop.
+            _RollbackRequested: The run must roll back.
         """
         samples_per_step = self._geometry.samples_per_step
         first_sample = pending.consumed_samples - samples_per_step
-        samples = [first_sample + slot for slot in suspicious_samples(report.bad_micro_batches, self._geometry)]
+        samples = [first_sample + slot for slot in samples_to_report(report.bad_micro_batches, self._geometry)]
         records = locate_samples(self._data, samples, sequence_length(self._config))
         trained_on = on_main_rank(lambda: report_samples(self._folder, pending.step, records))
         text = f"{_describe(anomaly, report, pending.step)}; {trained_on}"
         if anomaly.action == "stop":
-            raise SharedError(f"{text}; {self._last_good()}")
+            raise SharedError(f"{text}; {self._newest_checkpoint_text()}")
         if anomaly.action == "skip" and self._num_skips == self._config.train.max_skips:
-            raise SharedError(f"{text}; {self._num_skips} steps before it were skipped already (train.max_skips)")
+            raise SharedError(f"{text}; the {self._num_skips} steps before it were skipped, too (train.max_skips)")
         log.warning("%s%s", text, "; the step is skipped" if anomaly.action == "skip" else "")
         if anomaly.action == "rollback":
-            raise _GoBack(pending, text)
+            raise _RollbackRequested(pending, text)
 
     def _validate(self) -> dict[str, float]:
-        """`val_loss` of the first validation set, and `val_loss/NAME` of each. Collective."""
+        """Returns `val_loss` of the first validation set, and `val_loss/NAME` of each. Collective."""
         losses = {}
         for name, source in self._data.val_sources.items():
             batches = fixed_batches(self._data, source, self._config, self._geometry, self._engine.rank)
@@ -243,7 +244,7 @@ class Trainer:
         return {"val_loss": first, **{f"val_loss/{name}": loss for name, loss in losses.items()}}
 
     def _save(self, step: int, recorder: Recorder, must_succeed: bool) -> int | None:
-        """Saves a checkpoint; a failure that may be temporary is only reported. Returns the step if it was saved."""
+        """Saves a checkpoint, and returns the step if it was saved; a failure is only logged unless it is final."""
         start = time.perf_counter()
         recorder.sync()
         try:
@@ -253,25 +254,25 @@ class Trainer:
                 )
                 on_main_rank(lambda: prune_checkpoints(self._folder.checkpoints, self._config.checkpoint))
         except RunError as error:
-            message = f"the checkpoint of step {step} could not be saved: {error}; {self._last_good()}"
+            message = f"the checkpoint of step {step} could not be saved: {error}; {self._newest_checkpoint_text()}"
             self._num_failed_saves += 1
             if must_succeed:
                 raise SharedError(message) from None
             if self._num_failed_saves > self._config.checkpoint.max_failures:
                 raise SharedError(
-                    f"{message}; this is failure {self._num_failed_saves} in a row (checkpoint.max_failures)"
+                    f"{message}; {self._num_failed_saves} saves in a row have failed (checkpoint.max_failures)"
                 ) from None
-            log.error("%s; training goes on and tries again at the next one", message)
+            log.error("%s; training continues, and the next checkpoint is tried as usual", message)
             return None
         self._num_failed_saves = 0
         seconds = time.perf_counter() - start
-        recorder.note_checkpoint(step, seconds)
+        recorder.record_checkpoint(step, seconds)
         log.info("checkpoint %s (%.1f s)", path, seconds)
         return step
 
-    def _last_good(self) -> str:
+    def _newest_checkpoint_text(self) -> str:
         if not self._folder.path.is_dir():
-            return "no checkpoint can be seen now"
+            return f"{self._folder.path} is missing, with all checkpoints"
         good = list_checkpoints(self._folder.checkpoints)
         return f"the last good checkpoint is {good[-1][1]}" if good else "there is no checkpoint yet"
 

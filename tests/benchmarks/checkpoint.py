@@ -1,11 +1,11 @@
-"""What checkpoints cost: saving beside a plain `torch.save`, verifying, and resuming beside a fresh start.
+"""Measures checkpoints: saving against `torch.save`, verification, and resuming against a fresh start.
 
-Two processes on the CPU share the files of the tables' second part; the first part is one process, in alternating
-rounds. `torch.save` writes the tensors of the checkpoint into one file, which is then hashed with xxh3 like ours; it
-neither waits for the disk nor reads anything back from it.
+The first table compares actions in one process on the CPU, in alternating rounds. `torch.save` writes the same tensors
+to one file, which is then hashed with xxh3 as a checkpoint is, but not synced to disk. The second table has the time
+from the start of `train.py` to its first step.
 
-Targets: save and commit 1.5 times that, verification 1 GB/s, first step of a resumed run 1.5 times a fresh one's and
-once reading the bytes.
+Targets: saving at most 1.5 times `torch.save`; verification at 1 GB/s; the first step of a resumed run after at most
+1.5 times the sum of a fresh start and reading the checkpoint's bytes.
 
 Run from the repository root: `OMP_NUM_THREADS=1 python tests/benchmarks/checkpoint.py`.
 """
@@ -49,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shape_arguments(parser)
     parser.set_defaults(dim=768, layers=8, heads=12)
-    parser.add_argument("--micro-batch", type=int, default=1, help="sequences of a micro-batch")
+    parser.add_argument("--micro-batch", type=int, default=1, help="sequences per micro-batch")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     args.accumulation = 1
@@ -62,12 +62,12 @@ def main() -> None:
     print()
     rows = [(name, f"{statistics.median(values):.2f}") for name, values in starts.items()]
     fresh, resumed, reading = (statistics.median(values) for values in starts.values())
-    rows.append(("resumed beside fresh and reading", f"{resumed / (fresh + reading):.3f}"))
+    rows.append(("resumed / (fresh + reading)", f"{resumed / (fresh + reading):.3f}"))
     print_table(("from the start of the process to its first step", "median s"), rows)
 
 
 def measure_starts(folder: Path, num_rounds: int) -> dict[str, list[float]]:
-    """Seconds to the first step of fresh and resumed runs, and to read a checkpoint's files once."""
+    """Returns the seconds to the first step of fresh and resumed runs, and to read a checkpoint's files once."""
     seconds: dict[str, list[float]] = {"fresh": [], "resumed": [], "reading the checkpoint's bytes": []}
     for index in range(num_rounds):
         run = folder / f"fresh_{index}"
@@ -81,12 +81,12 @@ def measure_starts(folder: Path, num_rounds: int) -> dict[str, list[float]]:
 
 
 def seconds_to_step(config: Path, run: Path, step: int) -> float:
-    """Starts `train.py`, which stops after a step, and tells when that was recorded."""
+    """Starts `train.py` with a stop after `step`; returns the seconds until the step was recorded."""
     command = [sys.executable, "train.py", str(config), f"run.name={run.name}", f"train.stop_step={step}"]
     start = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     while not any(record["step"] == step for record in read_records(run)):
-        assert process.poll() is None, f"{command} has failed"
+        assert process.poll() is None, f"{command} failed"
         time.sleep(POLL_SECONDS)
     elapsed = time.perf_counter() - start
     assert process.wait() == 0
@@ -94,7 +94,7 @@ def seconds_to_step(config: Path, run: Path, step: int) -> float:
 
 
 def measure_saves(config: Config, checkpoint: Path, folder: Path, num_rounds: int) -> None:
-    """Prints a table of saving and verifying the state of a checkpoint."""
+    """Prints a table of saving and verifying a checkpoint."""
     topology = detect_topology(os.environ)
     device = start_distributed(topology, config)
     data, config = open_data(config)
@@ -109,19 +109,19 @@ def measure_saves(config: Config, checkpoint: Path, folder: Path, num_rounds: in
     plain = folder / "plain.pt"
     step = 100
 
-    def save_ours() -> None:
+    def save_checkpoint_files() -> None:
         nonlocal step
         step += 1
         save_checkpoint(checkpoints, engine, config, replace(state, step=step), data.tokenizer)
 
-    def save_plainly() -> None:
+    def save_by_torch() -> None:
         torch.save({"weights": tensors, "moments": moments}, plain)
         hash_file(plain)
 
     def verify() -> None:
         assert find_faults(find_checkpoint(folder / "run")) == []
 
-    actions = {"torch.save and hash": save_plainly, "save_checkpoint": save_ours, "verification": verify}
+    actions = {"torch.save and hash": save_by_torch, "save_checkpoint": save_checkpoint_files, "verification": verify}
     seconds = {name: statistics.median(values) for name, values in alternate(actions, num_rounds).items()}
     num_bytes = sum(path.stat().st_size for path in find_checkpoint(folder / "run").iterdir())
     torch.distributed.destroy_process_group()
@@ -133,7 +133,7 @@ def measure_saves(config: Config, checkpoint: Path, folder: Path, num_rounds: in
         (name, f"{value:.3f}", f"{num_bytes / value / 1e9:.2f}", f"{value / reference:.3f}")
         for name, value in seconds.items()
     ]
-    print_table(("action", "median s", "GB/s", "of torch.save"), rows)
+    print_table(("action", "median s", "GB/s", "vs torch.save"), rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the speed measurements share: a shard of tokens, the model's shape as arguments, and the two training loops."""
+"""Shared by the speed measurements: a shard of tokens, shape arguments, and two training loops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.distributed.topology import Topology
 from launch.engine.build import build_model
 from launch.engine.engine import Engine
 from launch.engine.step_report import PendingReport, StepReport
-from launch.optim.optimizer import build_optimizer, group_rates
+from launch.optim.optimizer import build_optimizer, group_learning_rates
 from launch.training.data import TrainingData, batch_geometry, probe_batch, training_batches
 from model.gpt import GPT
 from model.initialisation import initialise
@@ -31,7 +31,7 @@ LARGEST_STRIDE = 3
 
 
 def write_shard(prefix: Path, num_tokens: int, vocab_size: int) -> Path:
-    """A shard of a random walk over the ids: it can be learnt, so that the losses of two loops can be told apart."""
+    """Writes a shard with a random walk over the ids, which is learnable, so that wrong losses differ."""
     strides = np.random.default_rng(0).integers(-LARGEST_STRIDE, LARGEST_STRIDE + 1, num_tokens)
     tokens = np.cumsum(strides) % vocab_size
     with IndexedShardWriter(prefix, token_dtype(vocab_size)) as writer:
@@ -41,17 +41,17 @@ def write_shard(prefix: Path, num_tokens: int, vocab_size: int) -> Path:
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `shape` reads."""
+    """Adds the arguments that `shape` reads."""
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=None, help="default: as many as --heads")
+    parser.add_argument("--kv-heads", type=int, default=None, help="default: --heads")
     parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--seq", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--seq", type=int, default=256, help="tokens per sequence")
 
 
 def shape(args: argparse.Namespace) -> ModelConfig:
-    """The resolved model configuration of the arguments."""
+    """Returns the resolved model configuration for the arguments."""
     model = ModelConfig(
         vocab_size=args.vocab,
         dim=args.dim,
@@ -64,7 +64,7 @@ def shape(args: argparse.Namespace) -> ModelConfig:
 
 
 def seconds(action: Callable[[], None]) -> float:
-    """Wall-clock seconds of a call; on a GPU, until its work is done."""
+    """Returns the wall-clock seconds of a call; on a GPU, until its work is done."""
     start = time.perf_counter()
     action()
     if torch.cuda.is_available():
@@ -73,7 +73,7 @@ def seconds(action: Callable[[], None]) -> float:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Aligned columns: the first to the left, the others to the right."""
+    """Prints aligned columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
     for row in (header, *rows):
         first, *others = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -81,11 +81,11 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 class EngineLoop:
-    """Our training loop without checkpoints and metrics: loader, rates, engine, and each report read a step late.
+    """Steadyhead's training loop without checkpoints and metrics; reports are read one step late.
 
     Attributes:
-        reports: of all steps read so far.
-        data_seconds: how long each step waited for its batch.
+        reports: The reports read so far.
+        data_seconds: How long each step waited for its batch.
     """
 
     def __init__(self, config: Config, data: TrainingData, topology: Topology, device: torch.device) -> None:
@@ -101,18 +101,18 @@ class EngineLoop:
         self.data_seconds: list[float] = []
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Runs one optimizer step."""
         start = time.perf_counter()
         batch = next(self._loader)
         self.data_seconds.append(time.perf_counter() - start)
-        rates = group_rates(self._step, self._config, self.engine.groups)
-        report = self.engine.train_step(self._step, batch, rates, self.data_seconds[-1], stop_requested=False)
+        learning_rates = group_learning_rates(self._step, self._config, self.engine.groups)
+        report = self.engine.train_step(self._step, batch, learning_rates, self.data_seconds[-1], stop_requested=False)
         self.read_pending()
         self._pending = report
         self._step += 1
 
     def read_pending(self) -> None:
-        """Reads the report of the last step, if it was not read yet."""
+        """Reads the report of the last step if it has not been read yet."""
         if self._pending is not None:
             self.reports.append(self._pending.read())
             self._pending = None
@@ -124,11 +124,11 @@ class EngineLoop:
 class BareLoop:
     """The same training in plain PyTorch, with the same model, batches, optimizer and arithmetic.
 
-    In bf16 that is bf16 weights, fp32 masters and gradients summed in fp32. Autocast over fp32 weights would cast all
-    weights in every micro-batch and make the comparison easier for the engine.
+    In bf16 that means bf16 weights, fp32 masters and gradients summed in fp32. Autocast over fp32 weights would cast
+    all weights in every micro-batch, which would favour the engine.
 
     Attributes:
-        losses, grad_norms: of all steps, on the device.
+        losses, grad_norms: The values of all steps, on the device.
     """
 
     def __init__(self, config: Config, batches: Sequence[StepBatch], device: torch.device) -> None:
@@ -151,12 +151,12 @@ class BareLoop:
         self.grad_norms: list[Tensor] = []
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Runs one optimizer step."""
         step = len(self.losses)
         batch = self._batches[step % len(self._batches)]
-        rates = group_rates(step, self._config, self._groups)
+        learning_rates = group_learning_rates(step, self._config, self._groups)
         for group in self._optimizer.param_groups:
-            group["lr"] = rates[group["name"]]
+            group["lr"] = learning_rates[group["name"]]
         loss_sum = torch.zeros((), device=self._device)
         for micro_batch in batch.micro_batches:
             tokens = micro_batch.tokens.to(self._device, non_blocking=True)
@@ -168,11 +168,11 @@ class BareLoop:
         self.grad_norms.append(torch.nn.utils.clip_grad_norm_(self._masters.parameters(), self._config.optim.grad_clip))
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._publish()
+        self._round_weights()
         self.losses.append(loss_sum / batch.num_targets)
 
     def _accumulate(self) -> None:
-        """Adds the bf16 gradients of a micro-batch to the fp32 ones of the masters."""
+        """Adds the bf16 gradients of a micro-batch to the fp32 gradients of the masters."""
         if self._masters is self._model:
             return
         for weight, master in zip(self._model.parameters(), self._masters.parameters(), strict=True):
@@ -183,8 +183,8 @@ class BareLoop:
             weight.grad = None
 
     @torch.no_grad()
-    def _publish(self) -> None:
-        """Rounds the masters into the bf16 weights."""
+    def _round_weights(self) -> None:
+        """Copies the masters to the bf16 weights, rounded."""
         if self._masters is self._model:
             return
         for weight, master in zip(self._model.parameters(), self._masters.parameters(), strict=True):

@@ -1,12 +1,12 @@
-"""What query/key control costs: training steps of our engine with and without it.
+"""Measures the overhead of query/key control: training steps with and without it.
 
-One process on the CPU, fp32, in alternating rounds; ratios are to `none` at the same ZeRO stage. Of the two rows for
-clipping, one has a threshold that no logit's bound reaches, and shows the cost of watching.
+One process on the CPU, fp32, in alternating rounds; ratios are relative to `none` at the same ZeRO stage. Of the two
+rows for clipping, one has a threshold that no logit's bound reaches, and so shows the cost of the bound alone.
 
-A measurement of the monitor falls into every second step here, and in a run into every hundredth by default; so its
-cost is that of the steps with a measurement over those of `none` in the same rounds, shared among a hundred steps.
+The monitor measures every second step here, but every hundredth by default. So its overhead is the extra time of a step
+with a measurement, relative to `none` in the same round, divided by a hundred.
 
-Targets: `quack` at most 3 % of a step, clipping that never clips at most 5 %, the monitor at most 2 %.
+Targets: at most 3% of a step for `quack`, 5% for clipping that never clips, 2% for the monitor.
 
 Run from the repository root: `OMP_NUM_THREADS=1 python tests/benchmarks/control.py`.
 """
@@ -55,8 +55,8 @@ CONTROLS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shape_arguments(parser)
-    parser.add_argument("--micro-batch", type=int, default=4, help="sequences of a micro-batch")
-    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--micro-batch", type=int, default=4, help="sequences per micro-batch")
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1], help="ZeRO stages")
     parser.add_argument("--controls", nargs="+", choices=CONTROLS, default=list(CONTROLS), help="default: all")
@@ -81,9 +81,9 @@ def main() -> None:
         torch.distributed.destroy_process_group()
     print(
         f"{num_parameters / 1e6:.1f}M parameters, fp32, {torch.get_num_threads()} thread(s), "
-        f"{config.train.global_batch_tokens:,} tokens a step, {args.rounds} rounds"
+        f"{config.train.global_batch_tokens:,} tokens per step, {args.rounds} rounds"
     )
-    # Means: the probes of `adaptive` fall into every tenth step only.
+    # Means too, since `adaptive` measures only every tenth step.
     means = {name: statistics.mean(values) for name, values in seconds.items()}
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     rows = []
@@ -91,7 +91,7 @@ def main() -> None:
         reference = f"{name.split(',')[0]}, {NONE}"
         ratios = [f"{table[name] / table[reference]:.3f}" for table in (medians, means)]
         rows.append((name, f"{medians[name]:.3f}", f"{min(values):.3f}-{max(values):.3f}", *ratios))
-    print_table(("step", "median s", "range s", "median of none", "mean of none"), rows)
+    print_table(("step", "median s", "range s", "median vs none", "mean vs none"), rows)
     if MONITOR in names:
         for stage in args.stages:
             none, monitored = (seconds[f"stage {stage}, {name}"] for name in (NONE, MONITOR))
@@ -99,13 +99,13 @@ def main() -> None:
 
 
 def print_measurement(name: str, none: list[float], monitored: list[float]) -> None:
-    """What a measurement costs, from the rounds that have one; step 1 was the warm-up, so the first round is step 2."""
+    """Prints the cost of a measurement, from the rounds that have one; the first round is step 2, after the warm-up."""
     default = MonitorConfig().every_steps
     assert default is not None
     extra = [monitored[i] - none[i] for i in range(len(none)) if (i + 2) % MONITOR_STEPS == 0]
     cost = statistics.median(extra)
     share = cost / (default * statistics.median(none))
-    print(f"{name}: a measurement takes {cost:.3f} s, {share:.2%} of the {default} steps between two by default")
+    print(f"{name}: a measurement takes {cost:.3f} s, {share:.2%} of the default interval of {default} steps")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Training speed of our engine beside bare PyTorch and Hugging Face's Llama, and how long the commands take to start.
+"""Measures the engine's training speed against bare PyTorch and Hugging Face's Llama, and the start time of commands.
 
-One process on the CPU, fp32. Rounds alternate (engine, bare loop, Llama, engine, …), so that a change of the machine's
-load hits all of them; ratios are those of the median rounds. All run the same optimizer (fused AdamW), clipping and
-micro-batches; the engine's time includes its loader, rates and reports.
+One process on the CPU, fp32. Rounds alternate (engine, bare loop, Llama, engine, …), so that a change in the machine's
+load affects all of them; ratios are those of the median rounds. All use the same optimizer (fused AdamW), clipping and
+micro-batches; the engine's time includes its loader, learning rates and reports.
 
 Targets: at least 0.95 of the bare loop and 1.0 of Llama; `--dry-run` in at most 1.5 times an `import torch`, `--help`
 in less than a second.
@@ -53,7 +53,7 @@ LLAMA = "bare loop, LlamaForCausalLM"
 
 
 class LlamaLoop:
-    """A bare PyTorch loop over Hugging Face's Llama."""
+    """A bare PyTorch loop with Hugging Face's Llama."""
 
     def __init__(self, config: Config, batches: Sequence[StepBatch]) -> None:
         self._model = build_llama(config.model)
@@ -65,7 +65,7 @@ class LlamaLoop:
         self.losses: list[Tensor] = []
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Runs one optimizer step."""
         batch = self._batches[len(self.losses)]
         losses = []
         for micro_batch in batch.micro_batches:
@@ -90,11 +90,11 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shape_arguments(parser)
-    parser.add_argument("--micro-batch", type=int, default=4, help="sequences of a micro-batch")
-    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--micro-batch", type=int, default=4, help="sequences per micro-batch")
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches per step")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--command-runs", type=int, default=7, help="runs of every command; 0: none")
-    parser.add_argument("--only-commands", action="store_true", help="measure the commands alone")
+    parser.add_argument("--command-runs", type=int, default=7, help="runs of each command (0: none)")
+    parser.add_argument("--only-commands", action="store_true", help="measure only the commands")
     return parser.parse_args()
 
 
@@ -124,7 +124,7 @@ def measure_training(args: argparse.Namespace, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
     print(
-        f"fp32, {torch.get_num_threads()} thread(s), {config.train.global_batch_tokens:,} tokens a step in "
+        f"fp32, {torch.get_num_threads()} thread(s), {config.train.global_batch_tokens:,} tokens per step in "
         f"{args.accumulation} micro-batches, {args.rounds} rounds"
     )
     medians = {name: statistics.median(values) for name, values in round_seconds.items()}
@@ -134,11 +134,11 @@ def measure_training(args: argparse.Namespace, folder: Path) -> None:
         spread = f"{min(values):.3f}-{max(values):.3f}"
         ratios = [f"{medians[other] / medians[name]:.3f}" for other in (BARE, LLAMA)]
         rows.append((name, f"{rate:,.0f}", f"{medians[name]:.3f}", spread, *ratios, f"{losses[name]:.6f}"))
-    print_table(("step", "tokens/s", "median s", "range s", "of bare", "of Llama", "last loss"), rows)
+    print_table(("step", "tokens/s", "median s", "range s", "vs bare", "vs Llama", "last loss"), rows)
 
 
 def write_config(args: argparse.Namespace, folder: Path) -> Config:
-    """The configuration of the arguments, over a shard that every step reads new tokens from."""
+    """Writes and loads the configuration for the arguments, with a shard that has new tokens for every step."""
     batch_tokens = args.seq * args.micro_batch * args.accumulation
     shard = write_shard(folder / "shard", batch_tokens * (args.rounds + 4), args.vocab)
     settings = {
@@ -159,12 +159,12 @@ def write_config(args: argparse.Namespace, folder: Path) -> Config:
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """The configuration at another ZeRO stage."""
+    """Returns the configuration at another ZeRO stage."""
     return config.model_copy(update={"deepspeed": config.deepspeed.model_copy(update={"zero_stage": stage})})
 
 
 def alternate(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of every step in every round; a first round warms up and is not counted."""
+    """Returns the seconds of every step in every round; an additional first round warms up."""
     result: dict[str, list[float]] = {name: [] for name in steps}
     for round_index in range(num_rounds + 1):
         for name, step in steps.items():
@@ -175,7 +175,7 @@ def alternate(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str
 
 
 def measure_commands(num_runs: int) -> None:
-    """Prints how long the entry's quick commands take beside an `import torch`."""
+    """Prints how long the quick commands of train.py take, compared with `import torch`."""
     reference = "python -c 'import torch'"
     commands = {
         reference: ["-c", "import torch"],
@@ -194,7 +194,7 @@ def measure_commands(num_runs: int) -> None:
         for (name, median), values in zip(medians.items(), run_seconds.values(), strict=True)
     ]
     print()
-    print_table(("command", "median s", "of import torch", "range s"), rows)
+    print_table(("command", "median s", "vs import torch", "range s"), rows)
 
 
 if __name__ == "__main__":

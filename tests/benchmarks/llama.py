@@ -1,4 +1,4 @@
-"""Hugging Face's Llama in the shape of one of our models."""
+"""Hugging Face's Llama with the shape of a Steadyhead model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from configs.schema import ModelConfig
 
 
 def build_llama(config: ModelConfig) -> LlamaForCausalLM:
-    """The model with its own initial weights, on the CPU in fp32."""
+    """Returns the model with its own initial weights, on the CPU in fp32."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size,

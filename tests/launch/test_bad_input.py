@@ -124,7 +124,7 @@ def test_a_folder_of_something_else_is_not_touched(tiny_config: Path, tmp_path: 
     stranger = tmp_path / "runs/tiny"
     stranger.mkdir(parents=True)
     (stranger / "thesis.tex").write_text("years of work")
-    assert "holds thesis.tex" in only_error(train(tiny_config))
+    assert "contains thesis.tex" in only_error(train(tiny_config))
     assert [path.name for path in stranger.iterdir()] == ["thesis.tex"]
 
 
@@ -196,7 +196,7 @@ def test_a_checkpoint_of_another_model(run_copy: tuple[Path, Path, list[str]]) -
     error = only_error(train(config, *settings, f"run.resume={folder}"))
     assert "model.num_layers was 1 and is now 2" in error
     error = only_error(train(config, *settings, f"run.init_from={folder}"))
-    assert "blocks.1.attention.query.weight: the checkpoint lacks it" in error
+    assert "blocks.1.attention.query.weight: missing in the checkpoint" in error
 
 
 def test_shards_of_another_tokenizer_than_the_checkpoints(run_copy: tuple[Path, Path, list[str]]) -> None:
@@ -237,16 +237,16 @@ def test_a_full_disk_keeps_the_previous_checkpoint(run_copy: tuple[Path, Path, l
     )
     finished = python("-c", script, config, *overrides, "checkpoint.every_steps=1")
     assert "the checkpoint of step 5 could not be saved" in finished.output
-    assert "step_00000004; training goes on" in finished.output
+    assert "step_00000004; training continues" in finished.output
     assert "the checkpoint of step 6 could not be saved" in only_error(finished)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
     assert not (folder / "DONE").exists()
     settings = ["checkpoint.every_steps=1", "train.steps=20", "checkpoint.max_failures=2"]
     finished = python("-c", script, config, *overrides, *settings)
-    assert finished.output.count("training goes on and tries again") == 2
+    assert finished.output.count("training continues, and the next checkpoint is tried") == 2
     error = only_error(finished)
     assert "the checkpoint of step 7 could not be saved" in error
-    assert "this is failure 3 in a row (checkpoint.max_failures)" in error
+    assert "3 saves in a row have failed (checkpoint.max_failures)" in error
     assert train(config, *overrides).code == 0
     assert (folder / "checkpoints/step_00000006").is_dir()
 
@@ -286,7 +286,7 @@ def test_a_vanished_folder_is_not_made_again_and_may_come_back(tiny_config: Path
     process.send_signal(signal.SIGTERM)
     finished = finish(process)
     assert finished.code == 75, finished.errors
-    assert f"{folder}: the run's folder has vanished; no checkpoint can be seen now" in finished.output
+    assert f"{folder}: the run's folder no longer exists; {folder} is missing, with all checkpoints" in finished.output
     last = read_metrics(folder)[-1]["step"]
     assert (folder / f"checkpoints/step_{last:08d}/manifest.json").is_file()
     assert not list((folder / "checkpoints").glob("*.partial"))
@@ -301,7 +301,7 @@ def test_moved_data_goes_on_and_other_data_does_not(
     other = write_shard(tmp_path / "other", seed=9)  # the same lengths, other tokens
     error = only_error(train(config, *overrides, f"data.sources.0.path={other}"))
     assert "data.sources.0" in error
-    assert "holds other data than the run was trained on" in error
+    assert "differs from the data that the run was trained on" in error
     finished = train(config, *overrides, f"data.sources.0.path={tmp_path}/moved")
     assert finished.code == 0, finished.errors
 
@@ -441,7 +441,7 @@ def test_a_bad_token_on_one_rank_leaves_no_traceback_on_the_other(tiny_config: P
 
 def test_a_fault_of_the_programs_own_leaves_its_stack_in_the_log(tiny_config: Path, tmp_path: Path) -> None:
     script = (
-        "import runpy, sys; from launch.training import trainer; trainer.group_rates = lambda *arguments: 1 / 0; "
+        "import runpy, sys; from launch.training import trainer; trainer.group_learning_rates = lambda *_: 1 / 0; "
         "sys.argv = ['train.py', *sys.argv[1:]]; runpy.run_path('train.py', run_name='__main__')"
     )
     finished = python("-c", script, tiny_config)

@@ -216,7 +216,7 @@ def test_a_short_text_and_a_folder_without_a_model_are_one_line(
     text.write_text("short")
     for model, message in (
         (gpt2_folder, "has 5 tokens; the largest length needs 64"),
-        (tmp_path, "holds no checkpoint"),
+        (tmp_path, "no checkpoint found"),
     ):
         assert run_here(model, text, tmp_path / "out") == 1
         assert message in capsys.readouterr().err.strip().splitlines()[-1]
@@ -256,8 +256,8 @@ def test_models_that_cannot_be_analysed_are_one_line(
         (incomplete, [], "holds no weights for transformer.h.1.attn.c_attn.weight (1 in all)"),
         (reshaped, [], "holds no fitting weights for transformer.h.0.ln_1.bias (1 in all)"),
         (mute, [], "holds no tokenizer"),
-        (ours, [], "holds no tokenizer"),
-        (ours, ["--tokenizer", str(gpt2_folder)], "has 256 ids, beyond the model's vocabulary of 128"),
+        (ours, [], "has no tokenizer"),
+        (ours, ["--tokenizer", str(gpt2_folder)], "has 256 ids, more than the model's vocabulary of 128"),
         (gpt2_folder, ["--tokenizer", str(large)], "is beyond the model's 256"),
     ):
         capsys.readouterr()

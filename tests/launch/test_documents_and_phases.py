@@ -177,9 +177,9 @@ def test_phases_survive_a_stop_and_other_ranks(tiny_config: Path, tmp_path: Path
     for rank_outcomes in outcomes:
         assert rank_outcomes[-2:] == [0, 0]
         for message in rank_outcomes[:-2]:
-            assert "data.phases: of the 768 tokens passed so far they decided: from token 320" in message
+            assert "data.phases: for the first 768 tokens, the run used: from token 320" in message
             assert "\n" not in message
-    assert "and now: nothing;" in outcomes[0][4]
+    assert "now configured: no phases;" in outcomes[0][4]
     for name in ("parts", "late"):
         assert losses(tmp_path / f"runs/{name}") == pytest.approx(losses(tmp_path / "runs/whole"), rel=1e-5)
     found, expected = losses(tmp_path / "runs/unplanned"), losses(tmp_path / "runs/whole")

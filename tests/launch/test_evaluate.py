@@ -158,8 +158,11 @@ def test_bad_input_is_one_line(checkpoint: Path, tmp_path: Path, capsys: pytest.
         ([checkpoint, "--text", text, "--window", "16", "--stride", "17"], "--stride is 17; expected 1 to 16"),
         ([checkpoint, "--text", text, "--batch-size", "0"], "--batch-size is 0; expected at least 1"),
         ([checkpoint, "--text", text, "--max-tokens", "1"], "--max-tokens is 1; expected at least 2"),
-        ([plain, "--text", text], "holds no tokenizer"),
-        ([plain, "--text", text, "--tokenizer", checkpoint / "tokenizer.model"], "ids, beyond the model's vocabulary"),
+        ([plain, "--text", text], "has no tokenizer"),
+        (
+            [plain, "--text", text, "--tokenizer", checkpoint / "tokenizer.model"],
+            "ids, more than the model's vocabulary",
+        ),
     ]
     for arguments, message in cases:
         code, _, errors = run(arguments, capsys)

@@ -147,8 +147,8 @@ def test_bf16_weights_are_the_rounded_masters_from_any_number_of_ranks(
     model = make_model(tie_embeddings=True)
     export(save_model(model, tmp_path / "one"), tmp_path / "out1")
     # As with a large model: in many pieces, with files that are opened again and again.
-    monkeypatch.setattr(masters_module, "_PIECE_VALUES", 1000)
-    monkeypatch.setattr(masters_module, "_VALUES_BEFORE_REOPENING", 3000)
+    monkeypatch.setattr(masters_module, "_CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr(masters_module, "_ELEMENTS_BEFORE_REOPENING", 3000)
     export(save_model(model, tmp_path / "five", num_ranks=5), tmp_path / "out5")
     name = "model-00001-of-00001.safetensors"
     assert (tmp_path / "out1" / name).read_bytes() == (tmp_path / "out5" / name).read_bytes()
@@ -391,7 +391,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path: Path, capsys: pytest
     assert [path.name for path in full.iterdir()] == ["mine.txt"]
     assert_one_line([str(checkpoint), str(full / "mine.txt")], "not an empty folder", full, capsys)
     assert_one_line([str(tmp_path / "nowhere"), str(out)], "no such checkpoint", out, capsys)
-    assert_one_line([str(full), str(out)], "holds no checkpoint", out, capsys)
+    assert_one_line([str(full), str(out)], "no checkpoint found", out, capsys)
 
     damaged = tmp_path / "damaged"
     shutil.copytree(checkpoint, damaged)

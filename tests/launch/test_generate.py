@@ -40,7 +40,7 @@ def test_the_command_continues_a_text_it_has_learnt(trained: Path) -> None:
     assert finished.output.startswith("We hold these truths to be self-evident.")
     # 2 layers, keys and values, 2 heads of 16; 4 bytes each on CPU, 2 on GPU
     value_bytes = 2 if torch.cuda.is_available() else 4
-    assert f"cache: {2 * 2 * 2 * 16 * value_bytes} bytes a token\n" in finished.errors
+    assert f"cache: {2 * 2 * 2 * 16 * value_bytes} bytes per token\n" in finished.errors
 
 
 def test_a_seed_decides_the_sample(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,11 +95,11 @@ def test_bad_input_is_one_line(trained: Path, tmp_path: Path, capsys: pytest.Cap
         ([trained, "--max-new-tokens", "1000"], "more than model.max_seq_len 64"),
         ([trained, "--max-new-tokens", "0"], "--max-new-tokens is 0; expected at least 1"),
         ([trained, "--prompt", ""], "the prompt is empty"),
-        ([trained, "--prompt", "Peace and commerce. " * 30], "model.max_seq_len 64 leaves no room"),
+        ([trained, "--prompt", "Peace and commerce. " * 30], "leaves no room in model.max_seq_len=64"),
         ([trained, "--tokenizer", "/nowhere.model"], "/nowhere.model"),
-        ([small], "holds no tokenizer"),
-        ([small, "--tokenizer", tokenizer], "has 390 ids, beyond the model's vocabulary of 128"),
-        ([tmp_path / "empty"], "holds no checkpoint"),
+        ([small], "has no tokenizer"),
+        ([small, "--tokenizer", tokenizer], "has 390 ids, more than the model's vocabulary of 128"),
+        ([tmp_path / "empty"], "no checkpoint found"),
         ([damaged], "rank_00001.safetensors: is missing"),
         ([unreadable], "config.yaml"),
     ]

@@ -211,7 +211,7 @@ def test_all_wrong_tensors_are_listed(foreign: Path, tmp_path: Path, capsys: pyt
         "model.layers.0.mlp.up_proj.weight: is missing",
         "model.norm.weight: is missing",
         "model.layers.1.self_attn.k_proj.weight: has shape [32, 32], expected [16, 32]",
-        "model.layers.1.self_attn.q_proj.bias: has no place in this model",
+        "model.layers.1.self_attn.q_proj.bias: is not part of this model",
     ):
         assert any(expected in line for line in lines)
 
@@ -224,8 +224,8 @@ def test_all_wrong_tensors_are_listed(foreign: Path, tmp_path: Path, capsys: pyt
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope scaling 'linear'"),
         ({"rope_scaling": {"rope_type": "default", "type": "yarn"}}, "rope scaling 'yarn'"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor 2.0 is not supported"),
-        ({"rope_scaling": {"rope_type": "default", "rope_theta": 1e6}}, "which one holds is not clear"),
-        ({"rope_theta": 1e6}, "rope_theta is 1000000.0; rope_parameters.rope_theta is 500.0: which one holds"),
+        ({"rope_scaling": {"rope_type": "default", "rope_theta": 1e6}}, "the values conflict"),
+        ({"rope_theta": 1e6}, "rope_theta is 1000000.0; rope_parameters.rope_theta is 500.0: the values conflict"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention"),
         ({"rope_parameters": "default"}, "rope_parameters 'default' is not supported; expected an object"),
         ({"rope_interleaved": True}, "rope_interleaved True"),
@@ -234,7 +234,7 @@ def test_all_wrong_tensors_are_listed(foreign: Path, tmp_path: Path, capsys: pyt
         ({"use_rope": False}, "use_rope False is unknown"),
         ({"n_routed_experts": 8}, "n_routed_experts 8 is unknown"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "expected LlamaForCausalLM"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling_new.New"}}, "a model with code of its own"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_new.New"}}, "a model with custom code"),
         ({"attention_bias": True}, "attention_bias True is not supported"),
         ({"mlp_bias": True}, "mlp_bias True"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only 'silu' is"),
@@ -340,9 +340,9 @@ def test_bad_files_are_one_line(foreign: Path, tmp_path: Path, capsys: pytest.Ca
     save_file({**tensors, "model.norm.weight": torch.zeros(32, dtype=torch.int8)}, file)
     one_line(foreign, "model.norm.weight has type I8; expected one of F32, BF16, F16")
     save_file({**tensors, "model.norm.weight": torch.full((32,), torch.nan)}, file)
-    one_line(foreign, "model.norm.weight: holds NaN or infinite values")
+    one_line(foreign, "model.norm.weight: has NaN or infinite elements")
     file.unlink()
-    one_line(foreign, "holds neither model.safetensors nor model.safetensors.index.json")
+    one_line(foreign, "has neither model.safetensors nor model.safetensors.index.json")
     index = foreign / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-1.safetensors"}}))
     one_line(foreign, "model-1.safetensors: is missing")
@@ -352,11 +352,11 @@ def test_bad_files_are_one_line(foreign: Path, tmp_path: Path, capsys: pytest.Ca
     save_file(tensors, foreign / "model-1.safetensors")
     save_file({"model.norm.weight": torch.zeros(32)}, foreign / "model-2.safetensors")
     index.write_text(json.dumps({"weight_map": {**places, "lm_head.bias": "model-1.safetensors"}}))
-    one_line(foreign, "model-1.safetensors: lm_head.bias is missing, which model.safetensors.index.json lists")
+    one_line(foreign, "model-1.safetensors: lm_head.bias is missing, but listed in model.safetensors.index.json")
     index.write_text(json.dumps({"weight_map": {**places, "model.norm.weight": "model-2.safetensors"}}))
-    one_line(foreign, "model-2.safetensors: model.norm.weight is in model-1.safetensors, too")
+    one_line(foreign, "model-2.safetensors: model.norm.weight is also in model-1.safetensors")
     file.write_bytes(good)
-    one_line(foreign, "holds both model.safetensors and model.safetensors.index.json")
+    one_line(foreign, "has both model.safetensors and model.safetensors.index.json")
     index.unlink()
     config = (foreign / "config.json").read_text()
     (foreign / "config.json").write_text("{")

@@ -10,7 +10,7 @@ import pytest
 
 from launch.engine.step_report import StepReport
 from launch.metrics.hardware import peak_flops
-from launch.metrics.recorder import STRAGGLER_STEPS, StragglerWatch, drop_records_after, slowest_rank, step_record
+from launch.metrics.recorder import STRAGGLER_STEPS, StragglerWarnings, drop_records_after, slowest_rank, step_record
 
 
 def report(**changes: object) -> StepReport:
@@ -78,22 +78,22 @@ def test_the_slowest_rank_stands_out_from_the_median() -> None:
 
 
 def test_a_straggler_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    watch = StragglerWatch()
+    watch = StragglerWarnings()
     logging.getLogger("launch").propagate = True
     for step in range(4 * STRAGGLER_STEPS):
-        watch.look(step, (1.0, 2.0))
+        watch.update(step, (1.0, 2.0))
     assert len(caplog.messages) == 1
-    assert "rank 1 is slow: its forward passes took 2.000 s a step" in caplog.messages[0]
+    assert "rank 1 is slow: its forward passes took 2.000 s per step" in caplog.messages[0]
     for step in range(2 * STRAGGLER_STEPS):
-        watch.look(step, (1.5 + step % 2, 1.0 + step % 2))
+        watch.update(step, (1.5 + step % 2, 1.0 + step % 2))
     assert len(caplog.messages) == 2
 
 
 def test_a_few_slow_steps_are_not_a_straggler(caplog: pytest.LogCaptureFixture) -> None:
-    watch = StragglerWatch()
+    watch = StragglerWarnings()
     logging.getLogger("launch").propagate = True
     for step in range(4 * STRAGGLER_STEPS):
-        watch.look(step, (3.0, 1.0) if step % 2 else (1.0, 3.0))
+        watch.update(step, (3.0, 1.0) if step % 2 else (1.0, 3.0))
     assert caplog.messages == []
 
 

@@ -24,7 +24,7 @@ from data.source import TokenSource
 from launch.attention_control.monitor import AttentionReport
 from launch.checkpoint.files import CheckpointReader
 from launch.metrics.attention_record import HEAT_MAPS
-from launch.metrics.attention_warnings import AttentionWatch
+from launch.metrics.attention_warnings import AttentionWarnings
 from model.gpt import GPT
 from tests.conftest import read_metrics
 from tests.launch.qk_reference import attention_inputs, causal_logits
@@ -193,9 +193,9 @@ def report(max_logit: float = 1.0, entropy: float = 0.5, change: float = 0.1) ->
 
 
 def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    watch = AttentionWatch(MonitorConfig())
+    watch = AttentionWarnings(MonitorConfig())
     for step in range(30):
-        watch.look(step, report())
+        watch.update(step, report())
     assert caplog.messages == [] and watch.counts == {}
 
 
@@ -213,11 +213,11 @@ def test_trouble_is_named_with_its_head_value_and_key_and_not_repeated(
 ) -> None:
     """A change that stays large becomes the usual one; the other kinds are counted, and named the 1st and 10th time."""
     caplog.set_level(logging.WARNING)
-    watch = AttentionWatch(MonitorConfig())
+    watch = AttentionWarnings(MonitorConfig())
     for step in range(8):
-        watch.look(step, report())
+        watch.update(step, report())
     for step in range(8, 20):
-        watch.look(step, trouble)
+        watch.update(step, trouble)
     first = caplog.messages[0]
     assert first.startswith("step 8: layer 1 head 1: ") and "\n" not in first
     assert value in first and key in first
@@ -230,7 +230,7 @@ def test_trouble_is_named_with_its_head_value_and_key_and_not_repeated(
 
 def test_limits_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     off = MonitorConfig(warn_max_logit=None, warn_min_entropy=None, warn_max_entropy=None, warn_change_factor=None)
-    watch = AttentionWatch(off)
+    watch = AttentionWarnings(off)
     for step in range(10):
-        watch.look(step, report(max_logit=math.inf, entropy=0.0, change=10.0**step))
+        watch.update(step, report(max_logit=math.inf, entropy=0.0, change=10.0**step))
     assert caplog.messages == []

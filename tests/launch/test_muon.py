@@ -33,13 +33,13 @@ from launch.optim.muon import (
     Block,
     Fragment,
     MuonWithAdamW,
-    Piece,
+    ShardRange,
     assign_owners,
     make_plan,
     orthogonalise_blocks,
     split_into_blocks,
 )
-from launch.optim.optimizer import group_rates
+from launch.optim.optimizer import group_learning_rates
 from launch.optim.schedule import learning_rate
 from model.gpt import GPT
 from model.initialisation import initialise
@@ -315,7 +315,7 @@ def test_every_matrix_has_one_owner_and_the_loads_are_balanced(costs: list[int],
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[Block], list[list[Piece]]]:
+def layouts(draw: st.DrawFn) -> tuple[list[Block], list[list[ShardRange]]]:
     """Blocks of some parameters, and pieces of them on some ranks: cut anywhere, in any order, empty ranks included."""
     num_ranks = draw(st.integers(1, 5))
     blocks, pieces = [], [[] for _ in range(num_ranks)]
@@ -332,7 +332,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[Block], list[list[Piece]]]:
 
 
 @given(layout=layouts())
-def test_pieces_on_any_cut_meet_at_their_owners_and_return(layout: tuple[list[Block], list[list[Piece]]]) -> None:
+def test_pieces_on_any_cut_meet_at_their_owners_and_return(layout: tuple[list[Block], list[list[ShardRange]]]) -> None:
     """The plans of all ranks, with the exchange done by hand."""
     blocks, pieces = layout
     plans = [make_plan(blocks, pieces, rank) for rank in range(len(pieces))]
@@ -378,7 +378,7 @@ def test_a_batch_larger_than_the_limit_gives_the_same(monkeypatch: pytest.Monkey
 
 
 def test_only_matrices_are_split() -> None:
-    with pytest.raises(ValueError, match=r"sink: has shape \(4,\), and Muon is for matrices only"):
+    with pytest.raises(ValueError, match=r"sink: has shape \(4,\); Muon expects a matrix"):
         split_into_blocks("sink", (4,))
 
 
@@ -414,7 +414,7 @@ def test_rates_of_the_parameters_that_have_adamw(tiny_config: Path) -> None:
     settings = ["optim={name: muon, lr: 8e-3, warmup_steps: 2, schedule: constant}", "qk_control.policy=constant"]
     own = load_config(tiny_config, [*settings, "optim.muon.adamw_lr=4e-3"])
     expected = {"query_key": 4e-4, "query_key_no_decay": 2e-4, "decay": 4e-3, "no_decay": 2e-3, "head": 2e-3}
-    assert group_rates(0, own, GroupName) == pytest.approx(expected)
-    assert group_rates(5, own, GroupName) == pytest.approx({name: 2 * rate for name, rate in expected.items()})
-    shared = group_rates(0, load_config(tiny_config, settings), GroupName)
+    assert group_learning_rates(0, own, GroupName) == pytest.approx(expected)
+    assert group_learning_rates(5, own, GroupName) == pytest.approx({name: 2 * rate for name, rate in expected.items()})
+    shared = group_learning_rates(0, load_config(tiny_config, settings), GroupName)
     assert shared["decay"] == shared["no_decay"] == shared["head"] == 4e-3

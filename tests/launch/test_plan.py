@@ -9,7 +9,7 @@ import pytest
 
 from configs.load import load_config
 from launch.errors import EXIT_USAGE
-from launch.planning.fit import USABLE
+from launch.planning.fit import USABLE_FRACTION
 from launch.planning.memory import model_sizes, plan_memory
 from launch.planning.plan import ASSUMED_VOCAB_SIZE, print_plan
 from tests.conftest import ROOT, python
@@ -65,7 +65,7 @@ def test_a_configuration_fits_the_gpus_that_it_names(name: str, num_gpus: int) -
     assert sizes.num_parameters == int(stated[1].replace(",", ""))
     assert config.train.global_batch_tokens % (num_gpus * config.train.micro_batch_size * config.model.max_seq_len) == 0
     memory = 24e9 if "24 GB" in about else 80e9
-    assert plan_memory(sizes, config, config.deepspeed.zero_stage, num_gpus).peak <= USABLE * memory
+    assert plan_memory(sizes, config, config.deepspeed.zero_stage, num_gpus).peak <= USABLE_FRACTION * memory
 
 
 def test_memory_in_the_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,10 +83,10 @@ def test_memory_in_the_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
             assert rows[(f"{stage}*" if stage == 2 else f"{stage}", f"{num_gpus}")] == [*figures, plan.peak_moment]
     assert "42.95 GB (--gpu-memory)" in output
     assert "ZeRO stage 0: does not fit on any number of GPUs" in output
-    assert re.search(r"ZeRO stage 3: fits on \d+ and more", output)
+    assert re.search(r"ZeRO stage 3: fits on \d+ or more", output)
 
     assert main([path, "--dry-run", "--gpu-memory", "lots"]) == 2
-    assert "--gpu-memory: 'lots' is not a memory; expected e.g. 80GB or 80GiB" in capsys.readouterr().err
+    assert "--gpu-memory: 'lots' is not a memory size; expected e.g. 80GB or 80GiB" in capsys.readouterr().err
     assert main([path, "model.vocab_size=32000", "--dry-run"]) == 0
     assert "80 GB (assumed; --gpu-memory sets it)" in capsys.readouterr().out
 
@@ -132,7 +132,7 @@ def test_the_dry_run_imports_no_deepspeed_and_needs_no_data() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--gpus", "8"], "--gpus 8 is only for --plan; the launcher starts a run on so many GPUs"),
+        (["--gpus", "8"], "--gpus 8 is only for --plan; the launcher sets the number of GPUs of a run"),
         (["--dry-run", "--gpus", "8"], "--gpus 8 is only for --plan"),
         (["--gpu-memory", "80GB"], "--gpu-memory 80GB is only for --plan and --dry-run"),
         (["--plan", "--dry-run"], "argument --dry-run: not allowed with argument --plan"),

@@ -266,7 +266,7 @@ class LayerRatios:
         ratios = torch.tensor([0.3, 2.0], dtype=torch.float64)[:, None]
         return {kind: ratios.expand(-1, layout.num_heads) for kind, layout in self._weights.layouts.items()}
 
-    def note_step(self, rate_multiplier: float, clipping_LH: torch.Tensor | None) -> None:
+    def after_applied_step(self, lr_multiplier: float, clipping_LH: torch.Tensor | None) -> None:
         pass
 
 
@@ -348,7 +348,7 @@ def test_given_the_same_gradients_each_head_is_exact_on_any_number_of_ranks(
     control_of_all.before_base_step(flats)
     optimizer.step()
     control_of_all.after_base_step(flats)
-    control_of_all.check_applied()
+    control_of_all.after_applied_step()
 
     expected = {name: grown[name].clone() for name in names}
     optimizer = torch.optim.AdamW(expected.values(), **settings)
@@ -379,4 +379,4 @@ def clip_alone(clipper: Clipper) -> Any:
     """`Clipper.agree` with one rank and no process group."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("launch.attention_control.control.dist.all_reduce", lambda tensor, op: None)
-        return clipper.agree()
+        return clipper.compute_factors()

@@ -131,7 +131,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tiny_config: Path, tmp_pa
     process.communicate()
     finished = python("train.py", tiny_config, *settings)
     assert finished.code == 0, finished.errors
-    assert "going on from" in finished.output
+    assert "resuming from" in finished.output
     ours, whole = read_metrics(tmp_path / "runs/tiny"), read_metrics(tmp_path / "runs/whole")
     assert [record["loss"] for record in ours] == [record["loss"] for record in whole]
 

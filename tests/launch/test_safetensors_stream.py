@@ -17,16 +17,16 @@ from launch.checkpoint.safetensors_stream import StreamedTensor, write_safetenso
 @given(
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=4),
     dtypes=st.lists(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), min_size=4, max_size=4),
-    piece=st.integers(1, 7),
+    chunk=st.integers(1, 7),
 )
 @settings(max_examples=50)
 def test_streamed_files_are_what_safetensors_reads(
-    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], dtypes: list[torch.dtype], piece: int
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], dtypes: list[torch.dtype], chunk: int
 ) -> None:
     tensors = {f"t{number}": torch.randn(shape) for number, shape in enumerate(shapes)}
     path = tmp_path_factory.mktemp("stream") / "file.safetensors"
     streamed = [
-        StreamedTensor(name, tuple(tensor.shape), dtype, lambda tensor=tensor: tensor.flatten().split(piece))
+        StreamedTensor(name, tuple(tensor.shape), dtype, lambda tensor=tensor: tensor.flatten().split(chunk))
         for (name, tensor), dtype in zip(tensors.items(), dtypes, strict=False)
     ]
     written: list[int] = []
@@ -58,7 +58,7 @@ def test_whole_tensors_of_any_layout_and_type(tmp_path: Path) -> None:
 
 def test_a_tensor_with_too_few_values_is_a_fault_of_ours(tmp_path: Path) -> None:
     short = StreamedTensor("short", (3,), torch.float32, lambda: [torch.zeros(2)])
-    with pytest.raises(AssertionError, match="short: 2 values"):
+    with pytest.raises(AssertionError, match="short: 2 elements"):
         write_safetensors(tmp_path / "file.safetensors", [short], {})
 
 

@@ -139,7 +139,7 @@ def test_bad_steps_stop_skip_or_go_back(tiny_config: Path, tmp_path: Path, run_c
 
     end = read_state(runs / f"start_again/checkpoints/step_{STEPS:08d}")
     assert end.skipped_samples == [[0, 8 * SAMPLES_PER_STEP]]
-    assert "going back to the start of the run (rollback 1 of" in (runs / "start_again/log.txt").read_text()
+    assert "rolling back to the start of the run (1 of" in (runs / "start_again/log.txt").read_text()
 
     skipped = [[5 * SAMPLES_PER_STEP, 8 * SAMPLES_PER_STEP]]
     resumed = []
@@ -172,7 +172,7 @@ def test_bad_steps_stop_skip_or_go_back(tiny_config: Path, tmp_path: Path, run_c
     for _, (name, *_) in backs:
         run = runs / name.removeprefix("run.name=")
         assert losses(run) == losses(run.with_name(f"{run.name}_resumed")), run
-    assert f"going back to {path} " in (runs / "branch/log.txt").read_text()
+    assert f"rolling back to {path} " in (runs / "branch/log.txt").read_text()
     assert read_state(runs / f"branch/checkpoints/step_{STEPS:08d}").skipped_samples == skipped
     log = (runs / "changed/log.txt").read_text()
     assert "configuration changed since the checkpoint: optim.weight_decay: 0.1 -> 0.05" in log
@@ -212,7 +212,7 @@ def test_spikes_are_told_skipped_or_left_behind(tiny_config: Path, tmp_path: Pat
         ],
     )
     assert outcomes[0][:-1] == [0] * 4
-    assert "has gone back to" in outcomes[0][-1] and "3 times already (train.max_rollbacks)" in outcomes[0][-1]
+    assert "has already rolled back to" in outcomes[0][-1] and "3 times (train.max_rollbacks)" in outcomes[0][-1]
 
     warned, skipped, back, ignored = (losses(runs / name) for name in (*actions, "ignored"))
     assert warned == ignored
@@ -260,11 +260,11 @@ def test_skips_are_bounded_and_batches_without_targets_are_none(
     ]
     ((endless_outcome, *finished, huge_outcome),) = run_cases(1, cases)
     assert "non-finite loss at step 3" in endless_outcome
-    assert "2 steps before it were skipped already (train.max_skips)" in endless_outcome
+    assert "the 2 steps before it were skipped, too (train.max_skips)" in endless_outcome
     assert finished == [0, 0]
     assert losses(runs / "judged") == losses(runs / "unjudged")
     assert losses(runs / "judged")[3] == 0.0
     # Weights that are not finite are in no checkpoint.
     assert "non-finite" in huge_outcome and "there is no checkpoint yet" in huge_outcome
     assert "could not be saved" in (runs / "huge/log.txt").read_text()
-    assert "holds weights that are not finite" in (runs / "huge/log.txt").read_text()
+    assert "has non-finite weights" in (runs / "huge/log.txt").read_text()
