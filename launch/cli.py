@@ -84,7 +84,7 @@ def print_problems(error: ConfigError) -> None:
 
 def _integer(text: str, smallest: int) -> int:
     if not text.isdecimal() or int(text) < smallest:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number; expected {smallest} or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid; expected an integer of at least {smallest}")
     return int(text)
 
 

@@ -179,7 +179,7 @@ def _positive(option: str, text: str | None, problems: list[str]) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or int(text) == 0:
-        problems.append(f"{option}: {text!r} is not a whole number; expected 1 or more")
+        problems.append(f"{option}: {text!r} is not valid; expected an integer of at least 1")
         return None
     return int(text)
 

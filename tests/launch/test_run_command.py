@@ -55,8 +55,8 @@ def test_help_is_fast_and_needs_no_torch() -> None:
     [
         (["optim.lrr=1"], "error: optim.lrr: unknown key; did you mean optim.lr?"),
         (["--launcher", "python", "--num-ranks", "2"], "--launcher python starts one rank"),
-        (["--num-ranks", "0"], "'0' is not a whole number; expected 1 or more"),
-        (["--max-restarts", "-1"], "'-1' is not a whole number; expected 0 or more"),
+        (["--num-ranks", "0"], "'0' is not valid; expected an integer of at least 1"),
+        (["--max-restarts", "-1"], "'-1' is not valid; expected an integer of at least 0"),
     ],
 )
 def test_wrong_usage_starts_nothing(arguments: list[str], message: str, tiny_config: Path, tmp_path: Path) -> None:

@@ -114,8 +114,8 @@ def test_all_problems_are_reported_at_once(tiny_config: Path, tmp_path: Path, mo
     arguments = ["--nodes", "0", "--gpus-per-node", "x", "--time", "soon", "--env", "9=1", "--container-mounts", "/a"]
     assert problems(tiny_config, "optim.lrr=1", *arguments) == [
         "optim.lrr: unknown key; did you mean optim.lr?",
-        "--nodes: '0' is not a whole number; expected 1 or more",
-        "--gpus-per-node: 'x' is not a whole number; expected 1 or more",
+        "--nodes: '0' is not valid; expected an integer of at least 1",
+        "--gpus-per-node: 'x' is not valid; expected an integer of at least 1",
         "--time: 'soon' is not a time; expected minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
         "days-hours:minutes or days-hours:minutes:seconds",
         "--env: '9=1': expected NAME=VALUE",
@@ -124,7 +124,7 @@ def test_all_problems_are_reported_at_once(tiny_config: Path, tmp_path: Path, mo
     ]
     empty = ["--ranks-per-node=", "--partition=", "--account=", "--container=", "--container-mounts=", "--python="]
     assert problems(tiny_config, "--nodes", "1", "--time", "9", *empty, "--print") == [
-        "--ranks-per-node: '' is not a whole number; expected 1 or more",
+        "--ranks-per-node: '' is not valid; expected an integer of at least 1",
         *(f"{option[:-1]}: is empty; give it a value, or leave it out" for option in empty[1:]),
     ]
     assert problems(
@@ -144,7 +144,7 @@ def test_the_command_prints_the_script_or_problems(tiny_config: Path, tmp_path: 
     assert not (tmp_path / "runs").exists()
     finished = python("-m", "launch.submit", tiny_config, *GPUS, "--gpus-per-node", "none")
     assert finished.code == 2
-    assert finished.errors == "error: --gpus-per-node: 'none' is not a whole number; expected 1 or more\n"
+    assert finished.errors == "error: --gpus-per-node: 'none' is not valid; expected an integer of at least 1\n"
     code = "import sys, launch.submit\nassert not {'torch', 'deepspeed'} & set(sys.modules)"
     assert python("-c", code).code == 0
 
