@@ -21,9 +21,7 @@ from launch.distributed.topology import free_port
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 96
-POISON = (
-    VOCAB_SIZE  # a token whose batches have no finite loss under tests/launch/worker.py; in no shard but where asked
-)
+POISON = VOCAB_SIZE  # a token whose batches have no finite loss under tests/launch/helpers/worker.py; in no shard but where asked
 NUM_TOKENS = 20_000
 
 
@@ -149,7 +147,7 @@ def run_cases(tmp_path: Path) -> Callable[..., list[list[Any]]]:
         path = tmp_path / f"cases_{len(list(tmp_path.glob('cases_*')))}.json"
         path.write_text(json.dumps([[str(config), overrides] for config, overrides in cases]))
         launcher = "plain" if num_ranks == 1 else "torchrun"
-        command = launcher_command(launcher, num_ranks, ROOT / "tests/launch/worker.py", str(path))
+        command = launcher_command(launcher, num_ranks, ROOT / "tests/launch/helpers/worker.py", str(path))
         finished = finish(start(command), timeout)
         assert finished.code == 0, finished.output + finished.errors
         return [json.loads(Path(f"{path}.rank_{rank}").read_text()) for rank in range(num_ranks)]

@@ -19,7 +19,7 @@ from data.order import SampleOrder
 from launch.checkpoint.files import find_faults
 from launch.distributed.topology import free_port
 from tests.conftest import ROOT, Finished, finish, launcher_command, python, read_metrics, start, write_shard
-from tests.launch.supervised import wait_until
+from tests.launch.helpers.supervised import wait_until
 
 
 def train(config: Path, *overrides: str) -> Finished:

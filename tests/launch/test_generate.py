@@ -16,7 +16,7 @@ from launch.generate import main
 from launch.inference.load_model import load_model
 from model.generate import generate
 from tests.conftest import python
-from tests.launch.hf_helpers import make_model, save_model, trained_run
+from tests.launch.helpers.small_models import make_model, save_model, trained_run
 
 
 @pytest.fixture(scope="module")

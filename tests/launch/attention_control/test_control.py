@@ -1,10 +1,12 @@
 """Query/key control changes the weights exactly as a plain single-process loop does, at every ZeRO stage.
 
-The reference (`qk_reference`) is written from the papers' formulas: AdamW over whole matrices, after its step each
+The reference (`reference.py`) is written from the papers' formulas: AdamW over whole matrices, after its step each
 head goes back to `old + ratio * (new - old)`, and clipping multiplies heads. Weight decay and gradient clipping are on,
 sizes are such that heads straddle the shards' borders, and the batch does not divide.
 
-    bash launch/test.sh tests/launch/test_qk_control.py --full-product      runs every combination instead of a subset
+    bash launch/test.sh tests/launch/attention_control/test_control.py --full-product
+
+runs every combination instead of a subset.
 """
 
 from __future__ import annotations
@@ -31,7 +33,14 @@ from model.parameters import Kind, collect_specs
 from model.stability.clip import LogitMaxima
 from model.stability.layers import HeadLayout, collect_layouts
 from tests.conftest import read_metrics
-from tests.launch.qk_reference import Reference, clip, is_controlled, quack_by_hand, reference, validation_loss
+from tests.launch.attention_control.reference import (
+    Reference,
+    clip,
+    is_controlled,
+    quack_by_hand,
+    reference,
+    validation_loss,
+)
 
 NUM_STEPS = 5
 ROWS = 2

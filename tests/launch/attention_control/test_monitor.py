@@ -27,7 +27,7 @@ from launch.metrics.attention_record import HEAT_MAPS
 from launch.metrics.attention_warnings import AttentionWatch
 from model.gpt import GPT
 from tests.conftest import read_metrics
-from tests.launch.qk_reference import attention_inputs, causal_logits
+from tests.launch.attention_control.reference import attention_inputs, causal_logits
 
 SETTINGS = [
     "train.steps=4",

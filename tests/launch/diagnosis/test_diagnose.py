@@ -38,7 +38,7 @@ from launch.diagnosis.sources import CheckpointSource, ModelShape, TransformersS
 from launch.errors import RunError
 from model.diagnostics.critical import MIN_HEADS, critical_size, ks_p_value
 from tests.conftest import python
-from tests.launch.hf_helpers import MLA_SIZES, make_model, save_model
+from tests.launch.helpers.small_models import MLA_SIZES, make_model, save_model
 
 TEXT = "All men by nature desire to know. " * 200
 POSITIONS = torch.tensor([7, 31])

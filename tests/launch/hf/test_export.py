@@ -34,7 +34,7 @@ from launch.inference.load_model import load_model
 from model.generate import generate
 from model.gpt import GPT
 from tests.conftest import python
-from tests.launch.hf_helpers import MLA_SIZES, make_model, save_model, trained_run
+from tests.launch.helpers.small_models import MLA_SIZES, make_model, save_model, trained_run
 
 ALL_OPTIONS = {"softcap": 3.0, "ssmax": True, "sink": True, "gated": True, "qk_norm": True}
 # name -> (keys of model.attention, other keys of the model, architecture)

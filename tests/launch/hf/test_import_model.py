@@ -36,8 +36,8 @@ from launch.import_hf import main
 from launch.inference.load_model import load_model
 from model.gpt import GPT
 from tests.conftest import VOCAB_SIZE, python, read_metrics, write_shard
-from tests.launch.hf_helpers import MLA_SIZES, make_model, save_model
-from tests.launch.test_export import VARIANTS
+from tests.launch.helpers.small_models import MLA_SIZES, make_model, save_model
+from tests.launch.hf.test_export import VARIANTS
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -25,7 +25,7 @@ from launch.inference.evaluation import encode_text, evaluate_tokens, plan_windo
 from launch.inference.load_model import load_model
 from model.gpt import GPT
 from tests.conftest import ROOT, environment
-from tests.launch.hf_helpers import make_model, save_model
+from tests.launch.helpers.small_models import make_model, save_model
 
 TEXT = "Kan sel mir lot.\r\n\tLot kan, é 👩🏽‍🚀 sel  sel mir! " * 30
 

@@ -45,7 +45,7 @@ from model.gpt import GPT
 from model.initialisation import initialise
 from model.stability.groups import GroupName
 from tests.conftest import VOCAB_SIZE, read_metrics
-from tests.launch.qk_reference import is_controlled, quack_by_hand
+from tests.launch.attention_control.reference import is_controlled, quack_by_hand
 
 NUM_STEPS = 5
 SEQ_LEN = 32

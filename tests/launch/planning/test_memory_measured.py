@@ -14,7 +14,7 @@ import yaml
 from configs.load import load_config
 from launch.planning.memory import model_sizes, plan_memory
 from tests.conftest import ROOT, finish, launcher_command, start
-from tests.launch.memory_worker import memory_environment
+from tests.launch.planning.memory_worker import memory_environment
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
 
@@ -49,7 +49,7 @@ def test_resident_memory_grows_as_planned(tmp_path: Path) -> None:
     cases = [[str(config_path), [*SHORT, *overrides]] for overrides in CASES.values()]
     cases_path = tmp_path / "cases.json"
     cases_path.write_text(json.dumps(cases))
-    command = launcher_command("plain", 1, ROOT / "tests/launch/memory_worker.py", str(cases_path))
+    command = launcher_command("plain", 1, ROOT / "tests/launch/planning/memory_worker.py", str(cases_path))
     finished = finish(start(command, memory_environment()), timeout=1100)
     assert finished.code == 0, finished.output + finished.errors
     measured = json.loads(Path(f"{cases_path}.peaks").read_text())

@@ -15,7 +15,7 @@ from launch.process import watchdog
 from launch.process.lifeline import is_alive
 from launch.process.watchdog import Watchdog
 from tests.conftest import finish, read_metrics, start
-from tests.launch.supervised import supervisor_command, wait_for_end, wait_for_ranks, wait_for_steps
+from tests.launch.helpers.supervised import supervisor_command, wait_for_end, wait_for_ranks, wait_for_steps
 
 
 @pytest.fixture

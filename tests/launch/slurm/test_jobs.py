@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Finished, finish, launcher_command, read_metrics, start
-from tests.launch.slurm_cluster import Cluster, slurm_cluster, why_not
-from tests.launch.supervised import wait_for_steps, wait_until
+from tests.launch.helpers.supervised import wait_for_steps, wait_until
+from tests.launch.slurm.cluster import Cluster, slurm_cluster, why_not
 
 STEPS = ("train.steps=200", "validation.every_steps=100")
 ENDLESS = ("train.steps=100000",)

@@ -16,8 +16,8 @@ from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
 from launch.run_folder.checkpoints import list_checkpoints, newest_checkpoint
 from launch.run_folder.observe import Progress, done_step
 from tests.conftest import ROOT, Finished, finish, python, read_metrics, start
-from tests.launch.supervised import wait_for_end, wait_for_steps, wait_until
-from tests.launch.two_hosts import TwoHosts, two_hosts, why_not
+from tests.launch.helpers.supervised import wait_for_end, wait_for_steps, wait_until
+from tests.launch.supervisor.two_hosts import TwoHosts, two_hosts, why_not
 
 SETTINGS = (
     "train.steps=100000",

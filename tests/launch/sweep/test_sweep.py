@@ -28,7 +28,7 @@ from launch.sweep.slurm import array_script
 from launch.sweep.spec import load_sweep
 from launch.sweep.table import Status, table_lines
 from tests.conftest import ROOT, finish, python, read_metrics, start
-from tests.launch.supervised import wait_for_end, wait_for_steps, wait_until
+from tests.launch.helpers.supervised import wait_for_end, wait_for_steps, wait_until
 
 WriteSweep = Callable[..., Path]
 STEPS = 150

@@ -1,7 +1,7 @@
 """Non-finite steps and spikes: stopping with the samples named, skipping, and going back to a checkpoint.
 
-What spoils the runs is in their data. One token occurs once, and tests/launch/worker.py gives its micro-batch a loss
-that is no number; and for one step a phase reads random tokens, which nothing in the pattern of the others predicts.
+What spoils the runs is in their data. One token occurs once, and helpers/worker.py gives its micro-batch a loss that
+is no number; and for one step a phase reads random tokens, which nothing in the pattern of the others predicts.
 """
 
 from __future__ import annotations
