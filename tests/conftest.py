@@ -21,7 +21,8 @@ from launch.distributed.topology import free_port
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 96
-POISON = VOCAB_SIZE  # a token whose batches have no finite loss under tests/launch/helpers/worker.py; in no shard but where asked
+# A token whose batches have no finite loss under tests/launch/helpers/worker.py; in no shard but where asked.
+POISON = VOCAB_SIZE
 NUM_TOKENS = 20_000
 
 
