@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from launch.errors import EXIT_STOPPED
 from launch.run_folder.checkpoints import list_checkpoints
-from tests.conftest import finish, python, read_metrics, start, write_shard
+from tests.conftest import finish, preloaded_python, python, read_metrics, start, write_shard
 
 
 def scalars(run_folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -63,14 +63,14 @@ def test_validation_with_fewer_windows_than_ranks(tiny_config: Path, tmp_path: P
 def test_tensorboard_and_metrics_are_one_curve_after_a_resume(tiny_config: Path, tmp_path: Path) -> None:
     """Steps 3 and 4 are run twice, since the checkpoint is of step 2."""
     folder = tmp_path / "runs/tiny"
-    assert python("train.py", tiny_config, "train.stop_step=4", "checkpoint.every_steps=2").code == 0
+    assert preloaded_python("train.py", tiny_config, "train.stop_step=4", "checkpoint.every_steps=2").code == 0
     for step, path in list_checkpoints(folder / "checkpoints"):
         if step == 4:
             path.rename(tmp_path / "elsewhere")
     (folder / "DONE").unlink()
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 5, "loss": 1')  # a line that a kill cut off
-    assert python("train.py", tiny_config).code == 0
+    assert preloaded_python("train.py", tiny_config).code == 0
     assert steps(folder) == [1, 2, 3, 4, 5, 6]
     records = read_metrics(folder)
     assert scalars(folder, "loss/train") == [
@@ -107,7 +107,7 @@ def test_a_signal_stops_after_a_checkpoint_and_the_run_goes_on(
     ((step, _),) = list_checkpoints(folder / "checkpoints")
     assert steps(folder) == list(range(1, step + 1))
     assert not (folder / "DONE").exists()
-    again = python("train.py", tiny_config, "train.steps=100000", f"train.stop_step={step + 2}")
+    again = preloaded_python("train.py", tiny_config, "train.steps=100000", f"train.stop_step={step + 2}")
     assert f"at step {step}" in again.output
     assert steps(folder) == list(range(1, step + 3))
 
@@ -121,7 +121,7 @@ def test_the_time_limit_stops_after_a_checkpoint(tiny_config: Path, tmp_path: Pa
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
     """SIGKILL at any moment; the losses equal an uninterrupted run's."""
     settings = ["train.steps=60", "checkpoint.every_steps=4", "optim.warmup_steps=0"]
-    assert python("train.py", tiny_config, *settings, "run.name=whole").code == 0
+    assert preloaded_python("train.py", tiny_config, *settings, "run.name=whole").code == 0
     process = start([sys.executable, "train.py", str(tiny_config), *settings])
     metrics = tmp_path / "runs/tiny/metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 13:
@@ -129,7 +129,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tiny_config: Path, tmp_pa
         time.sleep(0.005)
     process.kill()
     process.communicate()
-    finished = python("train.py", tiny_config, *settings)
+    finished = preloaded_python("train.py", tiny_config, *settings)
     assert finished.code == 0, finished.errors
     assert "going on from" in finished.output
     ours, whole = read_metrics(tmp_path / "runs/tiny"), read_metrics(tmp_path / "runs/whole")
@@ -138,13 +138,13 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tiny_config: Path, tmp_pa
 
 def test_old_checkpoints_are_pruned(tiny_config: Path, tmp_path: Path) -> None:
     settings = "checkpoint={every_steps: 1, keep_last: 2, keep_every: 3}"
-    assert python("train.py", tiny_config, settings, "train.steps=7").code == 0
+    assert preloaded_python("train.py", tiny_config, settings, "train.steps=7").code == 0
     assert [step for step, _ in list_checkpoints(tmp_path / "runs/tiny/checkpoints")] == [3, 6, 7]
 
 
 def test_starting_from_another_runs_weights(tiny_config: Path, tmp_path: Path) -> None:
-    assert python("train.py", tiny_config).code == 0
-    finished = python(
+    assert preloaded_python("train.py", tiny_config).code == 0
+    finished = preloaded_python(
         "train.py", tiny_config, "run.name=second", f"run.init_from={tmp_path}/runs/tiny", "optim.lr=1e-9"
     )
     assert finished.code == 0, finished.errors
@@ -155,7 +155,7 @@ def test_starting_from_another_runs_weights(tiny_config: Path, tmp_path: Path) -
 
 
 def test_a_profile_holds_the_steps_operators(tiny_config: Path, tmp_path: Path) -> None:
-    assert python("train.py", tiny_config, "train.profile={start_step: 2, steps: 2}").code == 0
+    assert preloaded_python("train.py", tiny_config, "train.profile={start_step: 2, steps: 2}").code == 0
     folder = tmp_path / "runs/tiny/profile"
     trace = json.loads((folder / "rank_0.2.pt.trace.json").read_text())
     names = {event.get("name", "") for event in trace["traceEvents"]}
@@ -166,8 +166,10 @@ def test_a_profile_holds_the_steps_operators(tiny_config: Path, tmp_path: Path) 
 
 def test_compiled_blocks_train_alike(tiny_config: Path, tmp_path: Path) -> None:
     settings = ["model.num_layers=1", "train.steps=2"]
-    assert python("train.py", tiny_config, *settings, "run.name=eager").code == 0
-    finished = python("train.py", tiny_config, *settings, "run.name=compiled", "train.compile=true", timeout=400)
+    assert preloaded_python("train.py", tiny_config, *settings, "run.name=eager").code == 0
+    finished = preloaded_python(
+        "train.py", tiny_config, *settings, "run.name=compiled", "train.compile=true", timeout=400
+    )
     assert finished.code == 0, finished.errors
     eager, compiled = (read_metrics(tmp_path / "runs" / name) for name in ("eager", "compiled"))
     for ours, reference in zip(compiled, eager, strict=True):
@@ -175,8 +177,8 @@ def test_compiled_blocks_train_alike(tiny_config: Path, tmp_path: Path) -> None:
 
 
 def test_tokens_count_on_after_a_change_of_the_batch(tiny_config: Path, tmp_path: Path) -> None:
-    assert python("train.py", tiny_config, "train.stop_step=2").code == 0
-    assert python("train.py", tiny_config, "train.stop_step=4", "train.global_batch_tokens=512").code == 0
+    assert preloaded_python("train.py", tiny_config, "train.stop_step=2").code == 0
+    assert preloaded_python("train.py", tiny_config, "train.stop_step=4", "train.global_batch_tokens=512").code == 0
     assert [record["tokens"] for record in read_metrics(tmp_path / "runs/tiny")] == [256, 512, 1024, 1536]
 
 

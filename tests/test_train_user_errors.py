@@ -18,11 +18,26 @@ from data.indexed import IndexedShardWriter, token_dtype
 from data.order import SampleOrder
 from launch.checkpoint.files import find_faults
 from launch.distributed.topology import free_port
-from tests.conftest import ROOT, Finished, finish, launcher_command, python, read_metrics, start, write_shard
+from tests.conftest import (
+    ROOT,
+    Finished,
+    finish,
+    launcher_command,
+    preloaded_python,
+    python,
+    read_metrics,
+    start,
+    write_shard,
+)
 from tests.launch.helpers.supervised import wait_until
 
 
 def train(config: Path, *overrides: str) -> Finished:
+    return preloaded_python("train.py", config, *overrides)
+
+
+def train_command(config: Path, *overrides: str) -> Finished:
+    """The real command line, for some mistakes of each kind: of input, of the run's folder, and while training."""
     return python("train.py", config, *overrides)
 
 
@@ -64,7 +79,7 @@ def test_missing_truncated_and_short_shards_are_all_named(tiny_config: Path, tmp
     cut = write_shard(tmp_path / "cut", seed=3)
     (tmp_path / "cut.bin").write_bytes((tmp_path / "cut.bin").read_bytes()[:-10])
     short = write_shard(tmp_path / "short", seed=3, num_tokens=20)
-    finished = train(
+    finished = train_command(
         tiny_config,
         f"data.sources=[{{path: {cut}}}, {{path: {tmp_path}/nothing}}]",
         f"data.val_sources={{small: {short}}}",
@@ -85,7 +100,7 @@ def test_a_token_beyond_the_vocabulary_names_file_and_offset(tiny_config: Path, 
     tokens[1234] = 96
     with IndexedShardWriter(prefix, token_dtype(200)) as writer:
         writer.add_document(np.array(tokens))
-    error = only_error(train(tiny_config, f"data.sources.0.path={prefix}", "train.steps=30"))
+    error = only_error(train_command(tiny_config, f"data.sources.0.path={prefix}", "train.steps=30"))
     assert "bad.bin" in error
     assert "1,234" in error
     assert "96" in error
@@ -124,7 +139,7 @@ def test_a_folder_of_something_else_is_not_touched(tiny_config: Path, tmp_path: 
     stranger = tmp_path / "runs/tiny"
     stranger.mkdir(parents=True)
     (stranger / "thesis.tex").write_text("years of work")
-    assert "holds thesis.tex" in only_error(train(tiny_config))
+    assert "holds thesis.tex" in only_error(train_command(tiny_config))
     assert [path.name for path in stranger.iterdir()] == ["thesis.tex"]
 
 
@@ -140,7 +155,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_taken(run_copy: tuple[P
     content = bytearray(newest.read_bytes())
     content[-7] ^= 1
     newest.write_bytes(content)
-    finished = train(config, *overrides)
+    finished = train_command(config, *overrides)
     assert finished.code == 0, finished.errors
     assert f"{newest}: its content does not match its hash" in finished.output
     assert "step_00000002 at step 2" in finished.output
@@ -179,7 +194,7 @@ def test_only_damaged_checkpoints_never_mean_a_fresh_start(run_copy: tuple[Path,
     for checkpoint in (folder / "checkpoints").iterdir():
         file = checkpoint / "rank_00000.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
-    finished = train(config, *overrides)
+    finished = train_command(config, *overrides)
     assert "all 2 checkpoints are damaged" in only_error(finished)
     assert "bytes, expected" in finished.output
 
@@ -220,7 +235,7 @@ def test_shards_of_another_tokenizer_than_the_checkpoints(run_copy: tuple[Path, 
 
 def test_a_non_finite_loss_stops_with_step_rank_and_checkpoint(run_copy: tuple[Path, Path, list[str]]) -> None:
     config, folder, overrides = run_copy
-    error = only_error(train(config, *overrides, "optim.lr=1e30", "train.steps=40"))
+    error = only_error(train_command(config, *overrides, "optim.lr=1e30", "train.steps=40"))
     assert "non-finite loss at step" in error
     assert "on rank 0" in error
     assert f"the last good checkpoint is {folder}/checkpoints/step_0000000" in error
@@ -242,7 +257,7 @@ def test_a_full_disk_keeps_the_previous_checkpoint(run_copy: tuple[Path, Path, l
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000002", "step_00000004"]
     assert not (folder / "DONE").exists()
     settings = ["checkpoint.every_steps=1", "train.steps=20", "checkpoint.max_failures=2"]
-    finished = python("-c", script, config, *overrides, *settings)
+    finished = preloaded_python("-c", script, config, *overrides, *settings)
     assert finished.output.count("training goes on and tries again") == 2
     error = only_error(finished)
     assert "the checkpoint of step 7 could not be saved" in error
@@ -314,7 +329,7 @@ def test_another_seed_is_another_order(run_copy: tuple[Path, Path, list[str]]) -
 
 
 def test_a_zero_value_that_deepspeed_refuses_is_named(tiny_config: Path) -> None:
-    error = only_error(train(tiny_config, "deepspeed.overrides.zero_optimization.reduce_bucket_size=-5"))
+    error = only_error(train_command(tiny_config, "deepspeed.overrides.zero_optimization.reduce_bucket_size=-5"))
     assert "deepspeed.overrides.zero_optimization.reduce_bucket_size" in error
 
 
