@@ -59,6 +59,13 @@ def write_shard(prefix: Path, seed: int, num_tokens: int = NUM_TOKENS, vocab_siz
 
 
 @pytest.fixture(scope="session")
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session that all pytest-xdist workers share; a file lock must protect what is made there."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Prefixes of a training and a validation shard without manifest."""
     folder = tmp_path_factory.mktemp("shards")
@@ -177,6 +184,16 @@ def preloaded_python(*arguments: str | Path, timeout: float = 180) -> Finished:
     return finished
 
 
+def preloaded_ranks(num_ranks: int, *arguments: str | Path, timeout: float = 180) -> None:
+    """Runs a script on ranks of one process group, as `torchrun` would; all must end with 0."""
+    group = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    words = list(map(str, arguments))
+    for rank, finished in enumerate(fork_server().run([(words, variables) for variables in ranks], timeout)):
+        assert finished.code == 0, f"rank {rank}: {finished.output}{finished.errors}"
+
+
 def launcher_command(launcher: str, num_ranks: int, script: str | Path, *arguments: str) -> list[str]:
     """The command line that starts `script` on `num_ranks` CPU ranks, with a port of its own."""
     port = str(free_port())
@@ -201,12 +218,7 @@ def run_cases(tmp_path: Path) -> Callable[..., list[list[Any]]]:
     def run(num_ranks: int, cases: Sequence[Case], timeout: float = 400) -> list[list[Any]]:
         path = tmp_path / f"cases_{len(list(tmp_path.glob('cases_*')))}.json"
         path.write_text(json.dumps([[str(config), overrides] for config, overrides in cases]))
-        group = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-        group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        ranks = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-        arguments = [str(ROOT / "tests/launch/helpers/worker.py"), str(path)]
-        for rank, finished in enumerate(fork_server().run([(arguments, rank) for rank in ranks], timeout)):
-            assert finished.code == 0, f"rank {rank}: {finished.output}{finished.errors}"
+        preloaded_ranks(num_ranks, ROOT / "tests/launch/helpers/worker.py", path, timeout=timeout)
         return [json.loads(Path(f"{path}.rank_{rank}").read_text()) for rank in range(num_ranks)]
 
     return run

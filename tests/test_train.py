@@ -164,6 +164,7 @@ def test_a_profile_holds_the_steps_operators(tiny_config: Path, tmp_path: Path) 
     assert "aten::" in (folder / "memory_rank_0.txt").read_text()
 
 
+@pytest.mark.slow
 def test_compiled_blocks_train_alike(tiny_config: Path, tmp_path: Path) -> None:
     settings = ["model.num_layers=1", "train.steps=2"]
     assert preloaded_python("train.py", tiny_config, *settings, "run.name=eager").code == 0

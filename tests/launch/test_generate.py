@@ -20,8 +20,8 @@ from tests.launch.helpers.small_models import make_model, save_model, trained_ru
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_run(tmp_path_factory.getbasetemp())
+def trained(session_folder: Path) -> Path:
+    return trained_run(session_folder)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:

@@ -17,6 +17,8 @@ from data.source import TokenSource
 from launch.inference.load_model import load_model
 from tests.conftest import python, read_metrics
 
+pytestmark = pytest.mark.slow
+
 SEQ_LEN = 64
 ARMS = {"none": [], "constant": ["qk_control.policy=constant"], "quack": ["qk_control.policy=quack"]}
 

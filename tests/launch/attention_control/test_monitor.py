@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import re
 from collections.abc import Iterable
@@ -197,6 +196,8 @@ def test_a_healthy_run_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     for step in range(30):
         watch.look(step, report())
     assert caplog.messages == [] and watch.counts == {}
+    watch.look(30, report(max_logit=150.0))
+    assert len(caplog.messages) == 1 and watch.counts == {"max_logit": 1}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,6 @@ def test_trouble_is_named_with_its_head_value_and_key_and_not_repeated(
     trouble: AttentionReport, kind: str, value: str, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A change that stays large becomes the usual one; the other kinds are counted, and named the 1st and 10th time."""
-    caplog.set_level(logging.WARNING)
     watch = AttentionWatch(MonitorConfig())
     for step in range(8):
         watch.look(step, report())
@@ -230,7 +230,11 @@ def test_trouble_is_named_with_its_head_value_and_key_and_not_repeated(
 
 def test_limits_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     off = MonitorConfig(warn_max_logit=None, warn_min_entropy=None, warn_max_entropy=None, warn_change_factor=None)
-    watch = AttentionWatch(off)
-    for step in range(10):
-        watch.look(step, report(max_logit=math.inf, entropy=0.0, change=10.0**step))
-    assert caplog.messages == []
+    watch, default = AttentionWatch(off), AttentionWatch(MonitorConfig())
+    reports = [report(max_logit=math.inf, entropy=0.0, change=10.0**step) for step in range(10)]
+    for step, trouble in enumerate(reports):
+        watch.look(step, trouble)
+    assert caplog.messages == [] and watch.counts == {}
+    for step, trouble in enumerate(reports):
+        default.look(step, trouble)
+    assert set(default.counts) == {"max_logit", "low_entropy", "logit_change"}

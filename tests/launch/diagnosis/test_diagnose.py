@@ -196,7 +196,7 @@ def test_bad_options_are_one_line(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    assert run_here(gpt2_folder, text, tmp_path / "out", *change) != 0
+    assert run_here(gpt2_folder, text, tmp_path / "out", *change) in (1, 2)  # RunError, or argparse
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from filelock import FileLock
 from safetensors.torch import save_file
 
 from configs.load import to_yaml
@@ -16,7 +16,7 @@ from configs.schema import Config, ModelConfig, resolve, resolve_model
 from launch.checkpoint.files import CONFIG, MANIFEST, STATE, TrainingState, file_entry, rank_file, write_state
 from model.gpt import GPT
 from model.initialisation import initialise
-from tests.conftest import finish, launcher_command, python, start
+from tests.conftest import preloaded_ranks, python
 
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
@@ -101,15 +101,21 @@ def save_model(
     return folder
 
 
-@functools.cache
-def trained_run(base: Path) -> Path:
+def trained_run(session_folder: Path) -> Path:
     """The folder of a run at ZeRO stage 3 on two ranks, in bf16, on text prepared by the command.
 
     Args:
-        base: the folder of all temporary files of a session, which trains only once.
+        session_folder: the folder that all processes of a test session share; the first one trains.
     """
-    folder = base / "trained_run"
-    folder.mkdir()
+    folder = session_folder / "trained_run"
+    with FileLock(session_folder / "trained_run.lock"):
+        if not (folder / "runs/text/DONE").is_file():
+            folder.mkdir()
+            _train(folder)
+    return folder / "runs/text"
+
+
+def _train(folder: Path) -> None:
     lines = [SENTENCES[index % 4] + (f" No. {index}." if index % 7 == 0 else "") for index in range(1200)]
     (folder / "text.txt").write_text("\n\n".join(lines))
     prepared = python(
@@ -134,6 +140,4 @@ def trained_run(base: Path) -> Path:
         "validation": {"every_steps": 20, "batches": 2},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    finished = finish(start(launcher_command("deepspeed", 2, "train.py", str(folder / "config.yaml"))))
-    assert finished.code == 0, finished.output + finished.errors
-    return folder / "runs/text"
+    preloaded_ranks(2, "train.py", folder / "config.yaml")

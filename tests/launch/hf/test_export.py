@@ -295,8 +295,8 @@ def test_a_sentencepiece_model_that_cannot_be_converted(tmp_path: Path, capsys: 
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_run(tmp_path_factory.getbasetemp())
+def trained(session_folder: Path) -> Path:
+    return trained_run(session_folder)
 
 
 def test_a_real_run(trained: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from launch.inference.evaluation import encode_text, evaluate_tokens, plan_windo
 from launch.inference.load_model import load_model
 from model.gpt import GPT
 from tests.conftest import ROOT, environment
+from tests.launch.helpers.requirements import require_optional_package
 from tests.launch.helpers.small_models import make_model, save_model
 
 TEXT = "Kan sel mir lot.\r\n\tLot kan, é 👩🏽‍🚀 sel  sel mir! " * 30
@@ -183,7 +184,7 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 
 def test_lm_eval_takes_the_exported_folder(checkpoint: Path, model: GPT, tmp_path: Path) -> None:
     """A local task whose right answers are what the model itself finds most likely: accuracy 1."""
-    pytest.importorskip("lm_eval", reason="lm-eval is not among the dev packages; pip install lm-eval runs this")
+    require_optional_package("lm_eval")
     tokenizer = load_tokenizer(checkpoint / "tokenizer.model")
     questions = []
     for question in ("kan sel", "mir lot kan", "sat ler", "lin mon"):

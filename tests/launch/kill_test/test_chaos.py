@@ -18,6 +18,7 @@ from launch.kill_test.plans import Pace, make_plans
 from tests.conftest import python, read_metrics
 
 
+@pytest.mark.slow
 def test_kills_lose_nothing(tiny_config: Path, tmp_path: Path) -> None:
     settings = ["train.steps=30", "checkpoint.every_steps=4", "optim.warmup_steps=0"]
     finished = python("-m", "launch.chaos", tiny_config, *settings, "--kills", "3", "--seed", "2", timeout=500)

@@ -16,7 +16,10 @@ from launch.planning.memory import model_sizes, plan_memory
 from tests.conftest import ROOT, finish, launcher_command, start
 from tests.launch.planning.memory_worker import memory_environment
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc"),
+]
 
 SHORT = ["model.max_seq_len=64", "train.micro_batch_size=2"]
 LONG = ["model.max_seq_len=128", "train.micro_batch_size=8", "train.global_batch_tokens=1024"]

@@ -98,6 +98,7 @@ def test_null_switches_it_off(tmp_path: Path) -> None:
         assert threading.active_count() <= before
 
 
+@pytest.mark.slow
 def test_a_rank_that_stands_still_ends_the_group_and_the_run_goes_on(tiny_config: Path, tmp_path: Path) -> None:
     """SIGSTOP: rank 1 itself can write nothing, nor be ended by anything but SIGKILL."""
     folder = tmp_path / "runs/tiny"

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, Finished, finish, launcher_command, read_metrics, start
+from tests.launch.helpers.requirements import require
 from tests.launch.helpers.supervised import wait_for_steps, wait_until
 from tests.launch.slurm.cluster import Cluster, slurm_cluster, why_not
+
+pytestmark = pytest.mark.slow
 
 STEPS = ("train.steps=200", "validation.every_steps=100")
 ENDLESS = ("train.steps=100000",)
@@ -23,9 +26,7 @@ ENDLESS = ("train.steps=100000",)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """Two nodes of one CPU rank each."""
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
+    require(why_not())
     with slurm_cluster() as running:
         yield running
 

@@ -16,6 +16,7 @@ from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED
 from launch.run_folder.checkpoints import list_checkpoints, newest_checkpoint
 from launch.run_folder.observe import Progress, done_step
 from tests.conftest import ROOT, Finished, finish, python, read_metrics, start
+from tests.launch.helpers.requirements import require
 from tests.launch.helpers.supervised import wait_for_end, wait_for_steps, wait_until
 from tests.launch.supervisor.two_hosts import TwoHosts, two_hosts, why_not
 
@@ -26,6 +27,8 @@ SETTINGS = (
     "validation.every_steps=100000",
     "monitor.every_steps=null",
 )
+
+pytestmark = pytest.mark.slow
 TIMEOUT_SECONDS = 15
 KEEP_ALIVE = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
 
@@ -33,9 +36,7 @@ KEEP_ALIVE = "-o ServerAliveInterval=3 -o ServerAliveCountMax=3"
 @pytest.fixture(scope="module")
 def pair() -> Iterator[TwoHosts]:
     """The two hosts."""
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
+    require(why_not())
     with two_hosts() as made:
         yield made
 
