@@ -10,7 +10,7 @@ import pytest
 
 from launch.checkpoint.files import MANIFEST, STATE, find_checkpoint, find_faults, read_config, read_state
 from launch.errors import RunError
-from tests.launch.checkpoint.conftest import Save
+from tests.launch.conftest import Save
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from launch.checkpoint import save as save_module
 from launch.checkpoint.files import MANIFEST, STATE, CheckpointReader, file_entry, find_faults
 from launch.checkpoint.restore import restore
 from launch.errors import RunError, SharedError
-from tests.launch.checkpoint.conftest import Save
+from tests.launch.conftest import Save
 from tests.launch.helpers.fake_engine import FakeEngine
 from tests.launch.helpers.threaded_ranks import on_ranks
 

@@ -8,7 +8,7 @@ import pytest
 
 from launch.checkpoint import verify
 from launch.checkpoint.verify import newest_good, shared_faults
-from tests.launch.checkpoint.conftest import Save
+from tests.launch.conftest import Save
 from tests.launch.helpers.threaded_ranks import on_ranks
 
 
