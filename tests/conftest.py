@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +24,8 @@ from launch.distributed.topology import free_port
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 96
-POISON = (
-    VOCAB_SIZE  # a token whose batches have no finite loss under tests/launch/worker.py; in no shard but where asked
-)
+# A token whose batches have no finite loss under tests/launch/helpers/worker.py; in no shard but where asked.
+POISON = VOCAB_SIZE
 NUM_TOKENS = 20_000
 
 
@@ -54,6 +56,13 @@ def write_shard(prefix: Path, seed: int, num_tokens: int = NUM_TOKENS, vocab_siz
         for document in np.array_split(tokens, 20):
             writer.add_document(document)
     return prefix
+
+
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this session that all pytest-xdist workers share; a file lock must protect what is made there."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +133,67 @@ def python(*arguments: str | Path, timeout: float = 180) -> Finished:
     return finish(start([sys.executable, *map(str, arguments)]), timeout)
 
 
+class ForkServer:
+    """Runs Python processes that need not import torch and DeepSpeed: see tests/launch/helpers/forkserver.py."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="forkserver-")
+        self._num_started = 0
+        self._server = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/launch/helpers/forkserver.py")],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], timeout: float) -> list[Finished]:
+        """Runs processes (arguments of Python, more environment variables) side by side, and waits for all of them."""
+        assert self._server.stdin is not None and self._server.stdout is not None
+        wanted = []
+        for arguments, variables in processes:
+            self._num_started += 1
+            path = f"{self._folder.name}/{self._num_started}"
+            environ = {**environment(), **variables}
+            wanted.append({"arguments": arguments, "environ": environ, "output": path, "errors": f"{path}.errors"})
+        self._server.stdin.write(json.dumps({"processes": wanted, "timeout": timeout}) + "\n")
+        self._server.stdin.flush()
+        codes = json.loads(self._server.stdout.readline())
+        texts = [(Path(one["output"]).read_text(), Path(one["errors"]).read_text()) for one in wanted]
+        assert None not in codes, f"{processes} took more than {timeout} s, or outlived a failed one: {texts}"
+        return [Finished(code, *text) for code, text in zip(codes, texts, strict=True)]
+
+    def close(self) -> None:
+        """Ends the server."""
+        self._server.communicate()
+        self._folder.cleanup()
+
+
+@functools.cache
+def fork_server() -> ForkServer:
+    """The server of this pytest process, which starts at its first use."""
+    server = ForkServer()
+    atexit.register(server.close)
+    return server
+
+
+def preloaded_python(*arguments: str | Path, timeout: float = 180) -> Finished:
+    """What `python` returns, from a process that has its imports already: for the many cases of one kind."""
+    (finished,) = fork_server().run([(list(map(str, arguments)), {})], timeout)
+    return finished
+
+
+def preloaded_ranks(num_ranks: int, *arguments: str | Path, timeout: float = 180) -> None:
+    """Runs a script on ranks of one process group, as `torchrun` would; all must end with 0."""
+    group = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    words = list(map(str, arguments))
+    for rank, finished in enumerate(fork_server().run([(words, variables) for variables in ranks], timeout)):
+        assert finished.code == 0, f"rank {rank}: {finished.output}{finished.errors}"
+
+
 def launcher_command(launcher: str, num_ranks: int, script: str | Path, *arguments: str) -> list[str]:
     """The command line that starts `script` on `num_ranks` CPU ranks, with a port of its own."""
     port = str(free_port())
@@ -148,10 +218,7 @@ def run_cases(tmp_path: Path) -> Callable[..., list[list[Any]]]:
     def run(num_ranks: int, cases: Sequence[Case], timeout: float = 400) -> list[list[Any]]:
         path = tmp_path / f"cases_{len(list(tmp_path.glob('cases_*')))}.json"
         path.write_text(json.dumps([[str(config), overrides] for config, overrides in cases]))
-        launcher = "plain" if num_ranks == 1 else "torchrun"
-        command = launcher_command(launcher, num_ranks, ROOT / "tests/launch/worker.py", str(path))
-        finished = finish(start(command), timeout)
-        assert finished.code == 0, finished.output + finished.errors
+        preloaded_ranks(num_ranks, ROOT / "tests/launch/helpers/worker.py", path, timeout=timeout)
         return [json.loads(Path(f"{path}.rank_{rank}").read_text()) for rank in range(num_ranks)]
 
     return run

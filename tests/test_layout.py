@@ -67,6 +67,23 @@ def test_every_package_is_installed() -> None:
     assert listed == found
 
 
+def test_every_package_of_launch_has_a_purpose_and_a_layer() -> None:
+    """A docstring says what a package holds; the layers contract says what it may import."""
+    packages = sorted(path.parent for path in (ROOT / "launch").glob("*/__init__.py"))
+    assert {package.name for package in packages} >= {"engine", "training", "checkpoint"}
+    for package in packages:
+        assert ast.get_docstring(ast.parse((package / "__init__.py").read_text())), f"{package} has no docstring"
+    contract = (ROOT / "pyproject.toml").read_text().split('containers = ["launch"]')[1].split("[[")[0]
+    assert "exhaustive = true" in contract  # import-linter checks that nothing else is missing
+    layers = re.findall(r"\w+", contract[contract.index("layers = [") :])
+    assert {package.name for package in packages} <= set(layers)
+
+
+def test_every_package_of_tests_launch_mirrors_one_of_launch() -> None:
+    folders = [path for path in (ROOT / "tests/launch").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    assert {path.name for path in folders} - {"helpers"} <= {path.name for path in (ROOT / "launch").iterdir()}
+
+
 def test_every_module_and_its_public_functions_have_docstrings() -> None:
     missing = []
     for path in SOURCES:

@@ -16,12 +16,12 @@ from launch.generate import main
 from launch.inference.load_model import load_model
 from model.generate import generate
 from tests.conftest import python
-from tests.launch.hf_helpers import make_model, save_model, trained_run
+from tests.launch.helpers.small_models import make_model, save_model, trained_run
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_run(tmp_path_factory.getbasetemp())
+def trained(session_folder: Path) -> Path:
+    return trained_run(session_folder)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:

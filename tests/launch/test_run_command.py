@@ -27,7 +27,7 @@ from launch.run_folder.observe import Progress, done_step
 from launch.supervisor.attempt import Launch
 from launch.supervisor.supervise import launch_for_restart
 from tests.conftest import finish, launcher_command, python, read_metrics, start
-from tests.launch.supervised import (
+from tests.launch.helpers.supervised import (
     parent_of,
     supervisor_command,
     wait_for_end,

@@ -1,4 +1,4 @@
-"""What `launch.submit` renders and refuses, without SLURM; `test_slurm.py` runs its jobs."""
+"""What `launch.submit` renders and refuses, without SLURM; `slurm/test_jobs.py` runs its jobs."""
 
 from __future__ import annotations
 
