@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from launch.diagnosis.sources import ModelShape
-from launch.reporting.document import Block, as_html, markdown
+from launch.reporting.document import Block, to_html, to_markdown
 from model.diagnostics.critical import MIN_HEADS, SIGNIFICANCE, critical_size, told_apart
 
 MAX_TICKS = 12
@@ -72,8 +72,8 @@ def write_report(folder: Path, shape: ModelShape, tables: Tables, text_name: str
         Block("table", lines=(HEADER, *rows)),
         *(block for section in sections for block in _section_blocks(section)),
     ]
-    (folder / "report.md").write_text(markdown(blocks), encoding="utf-8")
-    (folder / "report.html").write_text(as_html(blocks, TITLE), encoding="utf-8")
+    (folder / "report.md").write_text(to_markdown(blocks), encoding="utf-8")
+    (folder / "report.html").write_text(to_html(blocks, TITLE), encoding="utf-8")
 
 
 def _section_blocks(section: Section) -> tuple[Block, Block, Block]:
