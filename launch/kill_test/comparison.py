@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, config: Config, parent: Path, ranks: list[i
 
 
 def print_table(kills: Sequence[Kill]) -> None:
-    """One line for each kill, and the sums."""
+    """Prints one row per kill, and the totals."""
     from tabulate import tabulate  # here, since importing it would slow down --help
 
     rows = [HEADER]
