@@ -1,4 +1,4 @@
-"""The analyses of launch.diagnose: windows of a text through a model, and tables of what attention does in them."""
+"""The analyses of `launch.diagnose`: runs windows of a text through a model and tabulates its attention."""
 
 from __future__ import annotations
 
@@ -23,22 +23,17 @@ from model.diagnostics import analysis
 from model.diagnostics.weights import SampledAttention
 
 TEMPERATURES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-
-
 EPSILONS = (1e-3, 1e-1, 10.0)
-
-
-KEYS = ("layer", "head", "L", "N", "temperature", "epsilon")  # what tells the rows of a table apart
-
+KEYS = ("layer", "head", "L", "N", "temperature", "epsilon")  # identify a row of a table
 
 Tables = dict[str, list[dict[str, Any]]]
 
 
 def parse_numbers(option: str, text: str | None) -> list[int] | None:
-    """`0,3,8-11` as numbers, sorted, each once; None stays None.
+    """Parses numbers such as `0,3,8-11` into a sorted list without duplicates; returns None for None.
 
     Raises:
-        RunError: it is something else, or names nothing.
+        RunError: The text is malformed or empty.
     """
     if text is None:
         return None
@@ -52,16 +47,15 @@ def parse_numbers(option: str, text: str | None) -> list[int] | None:
 
 
 def diagnose(options: argparse.Namespace) -> None:
-    """Runs the analyses and writes the folder.
+    """Runs the analyses and writes the output folder.
 
     Raises:
-        RunError, ValueError, OSError: a fault in the model, the text or an option.
+        RunError, ValueError, OSError: The model, the text or an option is invalid.
     """
-
     if not 0 <= options.seed < 2**63:
         raise RunError(f"--seed: {options.seed} is not between 0 and 2^63 - 1")
     if options.max_queries < 1 or options.random_sets < 1:
-        raise RunError("--max-queries and --random-sets are at least 1")
+        raise RunError("--max-queries, --random-sets: expected at least 1")
     wanted = {
         name: parse_numbers(f"--{name.replace('_', '-')}", getattr(options, name))
         for name in ("layers", "heads", "lengths", "set_sizes")
@@ -85,8 +79,8 @@ def diagnose(options: argparse.Namespace) -> None:
     tokens = source.encode(text)
     if tokens and max(tokens) >= source.shape.vocab_size:
         raise RunError(
-            f"the tokenizer's id {max(tokens)} is beyond the model's {source.shape.vocab_size}; name the model's own "
-            "tokenizer with --tokenizer"
+            f"the tokenizer's id {max(tokens)} is outside the model's vocabulary of {source.shape.vocab_size}; "
+            "give the model's own tokenizer with --tokenizer"
         )
     windows = cut_windows(tokens, max(lengths), options.max_queries, options.text)
     with new_folder(options.output) as folder:
@@ -98,10 +92,10 @@ def diagnose(options: argparse.Namespace) -> None:
 
 
 def choose_lengths(wanted: Sequence[int] | None, shape: ModelShape) -> list[int]:
-    """The lengths to analyse, ascending: the default ones that the model's context holds, or those that were asked for.
+    """Returns the lengths to analyse, ascending: those requested, or the defaults that fit into the model's context.
 
     Raises:
-        RunError: one is out of range.
+        RunError: A length is out of range.
     """
     if wanted is None:
         fitting = [length for length in LENGTHS if length <= shape.max_seq_len]
@@ -121,10 +115,10 @@ def _choose(option: str, wanted: Sequence[int] | None, count: int) -> list[int]:
 
 
 def cut_windows(tokens: Sequence[int], length: int, count: int, text: Path) -> list[list[int]]:
-    """At most `count` evenly spaced windows that do not overlap.
+    """Returns at most `count` evenly spaced windows that do not overlap.
 
     Raises:
-        RunError: the text is shorter than one.
+        RunError: The text is shorter than one window.
     """
     if len(tokens) < length:
         raise RunError(f"--text {text}: has {len(tokens)} tokens; the largest length needs {length} (--lengths)")
@@ -142,8 +136,7 @@ def measure(
     set_sizes: Sequence[int],
     options: argparse.Namespace,
 ) -> Tables:
-    """All tables, as means over the windows."""
-
+    """Returns all tables, as means over the windows."""
     generator = torch.Generator().manual_seed(options.seed)
     positions_Q = torch.tensor([length - 1 for length in lengths])
     sums: dict[str, dict[tuple[Any, ...], dict[str, Any]]] = defaultdict(dict)
@@ -162,8 +155,7 @@ def measure(
 
 
 def select_heads(attention: Any, heads: Sequence[int]) -> Any:
-    """The same with some of the heads."""
-
+    """Returns the attention of a subset of the heads."""
     return SampledAttention(
         attention.positions_Q,
         attention.logits_BHQT[:, heads],
@@ -179,8 +171,7 @@ def analyse(
     num_random_sets: int,
     generator: torch.Generator,
 ) -> dict[str, list[dict[str, Any]]]:
-    """The rows of one layer and window, by table."""
-
+    """Returns the rows of one layer and window for each table."""
     grid = fine_sizes(max(lengths))
     return {
         "distance": list(analysis.distance_rows(attention, set_sizes, num_random_sets, generator)),
@@ -192,7 +183,7 @@ def analyse(
 
 
 def fine_sizes(length: int) -> list[int]:
-    """About 20 sizes from 1 to half the length, each about a third larger than the one before."""
+    """Returns about 20 sizes from 1 to half the length, each about a third larger than the one before."""
     sizes = {1}
     size = 1.0
     while size < length / 2:
@@ -208,7 +199,7 @@ def _add(
     heads: Sequence[int],
     share: float,
 ) -> None:
-    """Adds a window's rows to the table of means."""
+    """Adds the rows of one window to the table of means."""
     for row in rows:
         full = {"layer": layer, **row, "head": heads[row["head"]]}
         key = tuple(full.get(name) for name in KEYS)
@@ -219,7 +210,7 @@ def _add(
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """One line a row, with a header."""
+    """Writes a table with a header."""
     with path.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, fieldnames=list(rows[0]) if rows else [])
         writer.writeheader()

@@ -1,4 +1,4 @@
-"""Figures and words of `launch.diagnose`."""
+"""The report of `launch.diagnose`: plots and their explanations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from launch.diagnosis.sources import ModelShape
-from launch.reporting.document import Block, as_html, markdown
+from launch.reporting.document import Block, to_html, to_markdown
 from model.diagnostics.critical import MIN_HEADS, SIGNIFICANCE, critical_size, ks_p_value
 
 MAX_TICKS = 12
-LARGE_SET = 16  # from this N on, the paper gives one range for the separable share
-SMALLEST_SENSITIVITY = 1e-6  # below it, softmax has saturated; the figure ends there
+LARGE_SET = 16  # the paper gives one range for the separable share of sets with N of at least this
+SMALLEST_SENSITIVITY = 1e-6  # below it, softmax has saturated; the plot ends there
 
 TITLE = "Attention analysis"
 HEADER = ("", "here", "paper (GPT-2 124M, War and Peace)")
@@ -27,7 +27,7 @@ Tables = dict[str, Rows]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table that sets the paper's figures beside those found here."""
+    """One row of the table that compares the values measured here with the paper's."""
 
     measure: str
     here: str
@@ -36,12 +36,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """One figure with its explanation.
+    """One plot with its explanation.
 
     Attributes:
-        name: of the PNG file.
-        text: what the figure shows, and how the paper's finding compares.
-        draw: fills a figure.
+        name: The name of the PNG file, without extension.
+        text: What the plot shows, and what the paper states about it.
+        draw: Draws into a figure.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Section:
 
 
 def write_report(folder: Path, shape: ModelShape, tables: Tables, text_name: str, num_windows: int) -> None:
-    """Writes the figures, report.md and report.html."""
+    """Writes the plots, report.md and report.html."""
     sections = make_sections(tables)
     for section in sections:
         figure = Figure(figsize=(10, 5), layout="constrained")
@@ -61,9 +61,9 @@ def write_report(folder: Path, shape: ModelShape, tables: Tables, text_name: str
     intro = (
         f"Model: {shape.name} ({shape.num_parameters:,} parameters, {shape.num_layers} layers, "
         f"{shape.num_heads} query heads). Text: {text_name}, {num_windows} windows; lengths L = "
-        f"{', '.join(map(str, lengths))}. The analyses follow Mudarisov et al., arXiv 2508.17821; the paper's figures "
-        "are for GPT-2 124M on War and Peace. Each line is a mean over heads (band: the 10th to 90th percentile). What "
-        "was measured is named; none of it is by itself a verdict on the model."
+        f"{', '.join(map(str, lengths))}. The analyses follow Mudarisov et al., arXiv 2508.17821; the paper's values "
+        "are for GPT-2 124M on War and Peace. Each line is a mean over heads (band: the 10th to 90th percentile). "
+        "These are measurements; none of them alone says whether the model is good."
     )
     rows = ((finding.measure, finding.here, finding.paper) for finding in compare(tables))
     blocks = [
@@ -72,8 +72,8 @@ def write_report(folder: Path, shape: ModelShape, tables: Tables, text_name: str
         Block("table", lines=(HEADER, *rows)),
         *(block for section in sections for block in _section_blocks(section)),
     ]
-    (folder / "report.md").write_text(markdown(blocks), encoding="utf-8")
-    (folder / "report.html").write_text(as_html(blocks, TITLE), encoding="utf-8")
+    (folder / "report.md").write_text(to_markdown(blocks), encoding="utf-8")
+    (folder / "report.html").write_text(to_html(blocks, TITLE), encoding="utf-8")
 
 
 def _section_blocks(section: Section) -> tuple[Block, Block, Block]:
@@ -85,7 +85,7 @@ def _section_blocks(section: Section) -> tuple[Block, Block, Block]:
 
 
 def compare(tables: Tables) -> list[Finding]:
-    """What the paper has a figure for."""
+    """Compares the measurements for which the paper gives a value."""
     longest = max(row["L"] for row in tables["weights"])
     critical = [
         f"none up to {max(values)} at L = {length}" if size is None else f"{size / length:.3f} L at L = {length}"
@@ -93,26 +93,26 @@ def compare(tables: Tables) -> list[Finding]:
         for size in [critical_size(values)]
     ]
     if len({(row["layer"], row["head"]) for row in tables["critical"]}) < MIN_HEADS:
-        critical = [f"not measured (the test needs {MIN_HEADS} heads or more)"]
+        critical = [f"not measured (the test needs at least {MIN_HEADS} heads)"]
     large = [row["share"] for row in tables["separability"] if row["L"] == longest and row["N"] >= LARGE_SET]
     product = max(row["sensitivity"] * row["temperature"] for row in tables["sensitivity"])
     return [
         Finding("critical set size", "; ".join(critical), "about 0.06 L"),
         Finding(
             f"separable share beyond N = {LARGE_SET}, mean over heads at L = {longest}",
-            f"{np.mean(large):.2f}" if large else f"not measured (no N of {LARGE_SET} or more)",
+            f"{np.mean(large):.2f}" if large else f"not measured (no N of at least {LARGE_SET})",
             "0.70 to 0.85",
         ),
         Finding(
             "largest gradient sensitivity times temperature",
             f"{product:.3f}",
-            "at most 0.25 (0.5 is what can be shown)",
+            "at most 0.25 (0.5 can be proven)",
         ),
     ]
 
 
 def critical_p_values(tables: Tables) -> dict[int, dict[int, float]]:
-    """Length -> set size -> p-value, whether the heads' distances with top sets and with random sets are alike."""
+    """Returns length -> set size -> p-value of the test whether distances differ between top and random sets."""
     samples: dict[tuple[int, int], tuple[list[float], list[float]]] = {}
     for row in tables["critical"]:
         top, random = samples.setdefault((row["L"], row["N"]), ([], []))
@@ -125,7 +125,7 @@ def critical_p_values(tables: Tables) -> dict[int, dict[int, float]]:
 
 
 def make_sections(tables: Tables) -> list[Section]:
-    """The sections of the report in their order."""
+    """Returns the sections of the report in their order."""
     longest = max(row["L"] for row in tables["weights"])
     sections = [*_distance_sections(tables, longest), _separability_section(tables, longest)]
     return [*sections, *_softmax_sections(tables), *_map_sections(tables, longest)]
@@ -142,7 +142,7 @@ def _distance_sections(tables: Tables, longest: int) -> list[Section]:
             chosen = [row for row in rows if row["N"] == size]
             _band(axis, chosen, "L", "top", f"C{index}", f"top {size}")
             _band(axis, chosen, "L", "random", f"C{index}", f"random {size}", style="--", with_band=False)
-        _label(axis, "visible tokens L", "distance of the tokens left out", log_x=True, log_y=True)
+        _label(axis, "visible tokens L", "distance of the tokens outside", log_x=True, log_y=True)
 
     def by_size(figure: Figure) -> None:
         axis = figure.subplots()
@@ -151,7 +151,7 @@ def _distance_sections(tables: Tables, longest: int) -> list[Section]:
             {"top": "-", "random": "-", "bound": ":", "random_estimate": ":"}.items()
         ):
             _band(axis, chosen, "N", kind, f"C{index}", kind.replace("_", " "), style, with_band=index < 2)
-        _label(axis, "set size N", f"distance of the tokens left out, L = {longest}", log_x=True, log_y=True)
+        _label(axis, "set size N", f"distance of the tokens outside, L = {longest}", log_x=True, log_y=True)
 
     def significance(figure: Figure) -> None:
         axis = figure.subplots()
@@ -164,22 +164,23 @@ def _distance_sections(tables: Tables, longest: int) -> list[Section]:
         Section(
             "distance_by_length",
             "Distance against length",
-            "How far the tokens outside a set lie from the sum of the set, for the N largest weights and for random "
-            "sets. Where the two lines of a colour meet, selecting the largest weights no longer sets tokens apart.",
+            "The distance of the tokens outside a set from the sum of the set, for the N largest weights and for "
+            "random sets. Where the two lines of a colour meet, selecting the largest weights no longer distinguishes "
+            "tokens.",
             by_length,
         ),
         Section(
             "distance_by_size",
             "Distance against set size",
-            "The same at the longest length, with the upper bound for top sets and the lower estimate for random ones. "
-            "The bound holds for every query; the random mean lies above its estimate.",
+            "The same at the longest length, with the upper bound for top sets and the lower estimate for random "
+            "sets. The bound holds for every query; the mean of random sets lies above its estimate.",
             by_size,
         ),
         Section(
             "critical_size",
             "Critical set size",
-            "For each N, whether the heads' distances with top and with random sets differ (two-sample "
-            f"Kolmogorov-Smirnov test). The first N above the line, which is at {SIGNIFICANCE}, is critical.",
+            "For each N, the two-sample Kolmogorov-Smirnov test of whether the heads' distances for top and for random "
+            f"sets differ. The first N above the line at {SIGNIFICANCE} is critical.",
             significance,
         ),
     ]
@@ -197,8 +198,8 @@ def _separability_section(tables: Tables, longest: int) -> Section:
     return Section(
         "separability",
         "Separable share",
-        "The share of the N selected tokens that lie nearer to the set's sum than any token left out, with values "
-        "scaled to length 1. It is never below the lower bound; the upper estimate is exceeded now and then.",
+        "The share of the N selected tokens that are closer to the set's sum than any token outside the set, with "
+        "values scaled to length 1. It is never below the lower bound; it may exceed the upper estimate.",
         draw,
     )
 
@@ -229,15 +230,15 @@ def _softmax_sections(tables: Tables) -> list[Section]:
         Section(
             "vanishing",
             "Vanishing attention",
-            "The largest and smallest weight of a query times the number of tokens it sees. With bounded logits both "
-            "stay between two constants as L grows (lemma 1), so that every single weight vanishes like 1 / L; a line "
-            "that rises shows logits that grow with L.",
+            "The largest and smallest weight of a query times the number of visible tokens. With bounded logits both "
+            "stay between two constants as L grows (lemma 1), so that every single weight vanishes like 1 / L; a "
+            "rising line shows logits that grow with L.",
             vanishing,
         ),
         Section(
             "sensitivity",
             "Gradient sensitivity",
-            "How much softmax moves for a small random change of the logits, against the temperature. It stays below "
+            "The change of the softmax for a small random change of the logits, over the temperature. It stays below "
             "min(1 / (2 T), sqrt(2) / ε); the paper's 1 / (4 T) bounds single entries of the Jacobian, not its norm.",
             gradient,
         ),
@@ -265,7 +266,8 @@ def _map_sections(tables: Tables, longest: int) -> list[Section]:
             "maps",
             "Entropy and attention sinks",
             f"Entropy relative to log L, and the weight of the first token, of every head at L = {longest}. Heads with "
-            "low entropy attend to few tokens; one that gives most of its weight to the first token uses it as a sink.",
+            "low entropy attend to few tokens; a head that gives most of its weight to the first token uses it as a "
+            "sink.",
             maps,
         )
     ]
@@ -274,7 +276,7 @@ def _map_sections(tables: Tables, longest: int) -> list[Section]:
 def _band(
     axis: Any, rows: Rows, x: str, y: str, color: str, label: str, style: str = "-", with_band: bool = True
 ) -> None:
-    """The mean over heads against x, and the 10th to 90th percentile."""
+    """Plots the mean over heads against x, and the 10th to 90th percentile as a band."""
     places = sorted({row[x] for row in rows})
     values = [[row[y] for row in rows if row[x] == place] for place in places]
     axis.plot(places, [np.mean(part) for part in values], style, color=color, marker=".", label=label)

@@ -1,4 +1,4 @@
-"""Where attention comes from for `launch.diagnose`: checkpoints of ours, and decoders of `transformers` as they are."""
+"""Sources of attention for `launch.diagnose`: our checkpoints, and decoders of `transformers` without conversion."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from launch.errors import RunError
 from model.diagnostics.weights import SampledAttention, sampled_attention
 from model.stability.drift import sampled_logits
 
-MAX_REASON = 300  # characters of another library's message
+MAX_REASON = 300  # characters of a message of another library
 _UNSUPPORTED = "models are not supported: their attention cannot be replaced through transformers' interface"
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What an analysis needs to know of a model."""
+    """What an analysis needs to know about a model."""
 
     name: str
     num_layers: int
@@ -32,22 +32,22 @@ class ModelShape:
 
 
 class AttentionSource(Protocol):
-    """A model that shows its attention."""
+    """A model whose attention can be captured."""
 
     shape: ModelShape
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, without a start token."""
+        """Returns token ids, without a start token."""
 
     def layers(self, tokens_T: Tensor, positions_Q: Tensor) -> Iterator[tuple[int, SampledAttention]]:
-        """The attention of every layer for one sequence (B = 1), layer by layer, in fp64."""
+        """Yields the attention of each layer for one sequence (B = 1), in fp64."""
 
 
 def open_source(path: Path, tokenizer: Path | None) -> AttentionSource:
-    """A Hugging Face folder when it has a config.json with an architecture, else a checkpoint of ours.
+    """Opens a Hugging Face folder if it has a config.json with a model type, else one of our checkpoints.
 
     Raises:
-        RunError: it is neither, or cannot be read.
+        RunError: The path is neither, or cannot be read.
     """
     config = path / "config.json"
     if config.is_file():
@@ -61,10 +61,10 @@ def open_source(path: Path, tokenizer: Path | None) -> AttentionSource:
 
 
 class CheckpointSource:
-    """A checkpoint of ours."""
+    """One of our checkpoints."""
 
     def __init__(self, path: Path, tokenizer: Path | None) -> None:
-        """Raises RunError when there is no good checkpoint or no tokenizer."""
+        """Raises RunError if there is no undamaged checkpoint or no tokenizer."""
         from launch.inference.load_model import load_model, load_tokenizer
 
         self._model, checkpoint = load_model(path, torch.device("cpu"), torch.float32)
@@ -95,10 +95,10 @@ class CheckpointSource:
 
 
 class TransformersSource:
-    """A decoder of `transformers`, without conversion: an attention function of ours sees queries, keys and values."""
+    """A decoder of `transformers`, without conversion: our attention function receives queries, keys and values."""
 
     def __init__(self, path: Path, tokenizer: Path | None) -> None:
-        """Raises RunError when `transformers` is missing or cannot load the folder."""
+        """Raises RunError if `transformers` is missing or cannot load the folder."""
         try:
             from transformers import AttentionInterface, AttentionMaskInterface
             from transformers.masking_utils import eager_mask
@@ -106,10 +106,10 @@ class TransformersSource:
         except ImportError:
             raise RunError(f"{path} is a Hugging Face folder; reading it needs: pip install transformers") from None
         logging.disable_progress_bar()
-        logging.set_verbosity_error()  # what is wrong with the folder is said in one line below
+        logging.set_verbosity_error()  # problems are reported in one line below
         attention = f"steadyhead_{id(self)}"
         AttentionInterface.register(attention, self._attend)
-        # Without a mask function of this name, the attention function would not learn what a layer hides.
+        # Without a mask function of this name, the attention function would not receive the mask of a layer.
         AttentionMaskInterface.register(attention, eager_mask)
         self._model: Any = _load_decoder(path, attention)
         self._encode = _load_encoder(path, tokenizer)
@@ -153,21 +153,21 @@ class TransformersSource:
         sliding_window: int | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """`transformers`' attention function: notes what is measured, and attends as usual."""
+        """Implements the attention function of `transformers`: records the measurements, and attends as usual."""
         T, shared = query.shape[2], query.shape[1] // key.shape[1]
         if sliding_window is not None and sliding_window < T:
             raise RunError(
-                f"{self.shape.name}: attends in windows of {sliding_window} tokens; only full attention is supported, "
-                f"so choose --lengths up to {sliding_window}"
+                f"{self.shape.name}: attends in windows of {sliding_window} tokens; only full attention is supported; "
+                f"choose --lengths up to {sliding_window}"
             )
         hidden = torch.ones(T, T, dtype=torch.bool, device=query.device).triu(1)
         if attention_mask is None or not torch.equal(attention_mask[0, 0, :, :T] != 0, hidden):
             raise RunError(
-                f"{self.shape.name}: a layer hides other tokens than the later ones (it attends in both directions, or "
-                "in windows or chunks); only full causal attention is supported"
+                f"{self.shape.name}: a layer does not have a plain causal mask (it is bidirectional, or attends in "
+                "windows or chunks); only full causal attention is supported"
             )
         factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-        # `sampled_logits` divides by sqrt(K); a model may scale otherwise.
+        # `sampled_logits` divides by sqrt(K); a model may scale differently.
         scaled = query.double() * (factor * query.shape[-1] ** 0.5)
         logits = sampled_logits(scaled, key.double(), self._positions_Q)
         sinks = getattr(module, "sinks", None)
@@ -186,7 +186,7 @@ class TransformersSource:
 
 
 def _load_decoder(path: Path, attention: str) -> Any:
-    """The model in fp32, with the attention function of that name. Raises RunError."""
+    """Loads the model in fp32, with the attention function of that name. Raises RunError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -200,19 +200,22 @@ def _load_decoder(path: Path, attention: str) -> Any:
             ignore_mismatched_sizes=True,  # they are reported below
             output_loading_info=True,
         )
-    except Exception as error:  # each architecture, and each format of weights, raises its own kinds
+    except Exception as error:  # each architecture and weight format raises its own types
         if attention in str(error):
             raise RunError(f"{path}: {config.model_type} {_UNSUPPORTED}") from None
         raise RunError(f"{path}: transformers cannot load it: {_one_line(error)}") from None
-    for fault, keys in (("no", report["missing_keys"]), ("no fitting", report["mismatched_keys"])):
+    for fault, keys in (
+        ("no weights", report["missing_keys"]),
+        ("weights of the wrong shape", report["mismatched_keys"]),
+    ):
         if keys:
             names = sorted(key if isinstance(key, str) else key[0] for key in keys)
-            raise RunError(f"{path}: holds {fault} weights for {', '.join(names[:3])} ({len(names)} in all)")
+            raise RunError(f"{path}: has {fault} for {', '.join(names[:3])} ({len(names)} in total)")
     return model.eval()
 
 
 def _load_encoder(path: Path, tokenizer: Path | None) -> Callable[[str], list[int]]:
-    """Text to ids: with the tokenizer of that name, or the one that the model's folder holds. Raises RunError."""
+    """Returns the encoder of the given tokenizer, or of the one in the model's folder. Raises RunError."""
     from transformers import AutoTokenizer
 
     from data.load_tokenizer import load_tokenizer
@@ -221,11 +224,11 @@ def _load_encoder(path: Path, tokenizer: Path | None) -> Callable[[str], list[in
         return load_tokenizer(tokenizer).encode
     try:
         own: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # each tokenizer class raises its own kinds
-        raise RunError(f"{path}: holds no tokenizer; name one with --tokenizer ({_one_line(error)})") from None
+    except Exception as error:  # each tokenizer class raises its own types
+        raise RunError(f"{path}: has no tokenizer; give one with --tokenizer ({_one_line(error)})") from None
     if len(own) <= len(own.all_special_tokens):
-        # `transformers` makes up an empty tokenizer of the model's kind where the files are missing.
-        raise RunError(f"{path}: holds no tokenizer; name one with --tokenizer")
+        # If the files are missing, `transformers` creates an empty tokenizer of the model's type.
+        raise RunError(f"{path}: has no tokenizer; give one with --tokenizer")
     return lambda text: list(own(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from data.source import TokenSource
 from launch.checkpoint.files import TrainingState
 from launch.hf.architecture import OWN, choose_architecture
 from launch.hf.layouts import Shapes
+from launch.reporting.render import render
 from launch.training.data import fingerprint, list_sources, sequence_length
 
-PICTURE = "loss.png"
+PLOT = "loss.png"
 _CURVE_KEYS = {"step", "loss", "val_loss"}
 _Records = list[dict[str, Any]]
 _FEW_POINTS = 50
@@ -34,33 +35,37 @@ def write_model_card(
     """Writes README.md, and loss.png where the run's metrics lie beside the checkpoint.
 
     Args:
-        dtype: `bf16` or `fp32`, of the exported weights.
-        remarks: what else a user should know; a missing picture is added to it.
+        dtype: The type of the exported weights, `bf16` or `fp32`.
+        remarks: What else a user should know; a missing plot is added to it.
     """
-    has_picture = False
     records = read_curve(checkpoint, state)
-    if records:
-        has_picture = draw_curve(records, folder / PICTURE)
-        if not has_picture:
-            remarks.append("no picture of the loss was drawn, since matplotlib is not installed")
+    has_plot = bool(records) and draw_curve(records, folder / PLOT)
+    if records and not has_plot:
+        remarks.append("the loss was not plotted, since matplotlib is not installed")
     num_parameters = sum(math.prod(shape) for shape in shapes.values())
-    blocks = [
-        _head(config, state, num_parameters),
-        _usage(config.model, state, dtype, (folder / "tokenization_steadyhead.py").exists()),
-        _table("Model", _model_rows(config.model, num_parameters)),
-    ]
+    values: dict[str, Any] = {
+        "name": config.run.name,
+        "num_parameters": f"{num_parameters:,}",
+        "num_steps": f"{state.step:,}" if state.step else None,
+        "dtype": dtype,
+        "has_own_model": choose_architecture(config.model) == OWN,
+        "has_tokenizer": bool(state.tokenizer_file),
+        "has_own_tokenizer": (folder / "tokenization_steadyhead.py").exists(),
+        "model_rows": list(_model_rows(config.model, num_parameters)),
+        "remarks": remarks,
+    }
     if state.step:
-        blocks += [
-            _table("Training", _training_rows(config, state)),
-            _results(state, has_picture),
-            _data(config, state),
-        ]
-    blocks.append(_limits(remarks))
-    (folder / "README.md").write_text("\n".join(blocks), encoding="utf-8")
+        values |= {
+            "training_rows": list(_training_rows(config, state)),
+            "loss_rows": list(_loss_rows(state)),
+            "plot": PLOT if has_plot else None,
+            **data_values(config, state),
+        }
+    (folder / "README.md").write_text(render("model_card.md.j2", **values), encoding="utf-8")
 
 
 def read_curve(checkpoint: Path, state: TrainingState) -> _Records:
-    """The run's records up to the checkpoint's step; none unless they end with the checkpoint's own loss."""
+    """Returns the run's records up to the checkpoint's step, or none unless they end with the checkpoint's loss."""
     path = checkpoint.resolve().parent.parent / "metrics.jsonl"
     if not state.step or not path.is_file():
         return []
@@ -70,16 +75,16 @@ def read_curve(checkpoint: Path, state: TrainingState) -> _Records:
             try:
                 record = json.loads(line)
             except ValueError:
-                continue  # cut off by a kill
+                continue  # truncated by a kill
             if isinstance(record, dict) and {"step", "loss"} <= record.keys() and record["step"] <= state.step:
-                # A long run has a million lines, of which a picture needs little.
+                # A long run has a million records, of which the plot needs few keys.
                 records.append({key: record[key] for key in _CURVE_KEYS & record.keys()})
     is_ours = bool(records) and records[-1]["step"] == state.step and records[-1]["loss"] == state.loss
     return records if is_ours else []
 
 
 def draw_curve(records: _Records, path: Path) -> bool:
-    """Training and validation loss over the steps as a picture; False where matplotlib is missing."""
+    """Plots training and validation loss over the steps; returns False where matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -100,45 +105,6 @@ def draw_curve(records: _Records, path: Path) -> bool:
     return True
 
 
-def _head(config: Config, state: TrainingState, num_parameters: int) -> str:
-    origin = (
-        f"trained with Steadyhead for {state.step:,} steps"
-        if state.step
-        else "imported into Steadyhead, which has not trained it"
-    )
-    return (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
-        f"# {config.run.name}\n\nA language model of {num_parameters:,} parameters, {origin}.\n"
-    )
-
-
-def _usage(model: ModelConfig, state: TrainingState, dtype: str, has_own_tokenizer: bool) -> str:
-    is_own = choose_architecture(model) == OWN
-    trust = ", trust_remote_code=True" if is_own else ""
-    own = (
-        "\nNo architecture of `transformers` computes this model, so `modeling_steadyhead.py` in this folder does:"
-        " read it before you trust it.\n"
-        if is_own
-        else ""
-    )
-    tokenizer, prompt = "", ""
-    if state.tokenizer_file:
-        trust_tokenizer = ", trust_remote_code=True" if has_own_tokenizer else ""
-        tokenizer = f"tokenizer = AutoTokenizer.from_pretrained(folder{trust_tokenizer})\n"
-        prompt = "The tokenizer adds no token before or after a text.\n"
-        if has_own_tokenizer:
-            prompt += (
-                "With `trust_remote_code=True`, `tokenization_steadyhead.py` in this folder asks SentencePiece itself."
-                " Without it, a text that can be split in two equally likely ways (a long run of one character) may be"
-                " split in the other one.\n"
-            )
-    return (
-        "## Use\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'folder = "."\nmodel = AutoModelForCausalLM.from_pretrained(folder{trust})  # weights in {dtype}\n'
-        f"{tokenizer}```\n{own}{prompt}"
-    )
-
-
 def _model_rows(model: ModelConfig, num_parameters: int) -> Iterator[tuple[str, object]]:
     attention = model.attention
     yield "architecture", choose_architecture(model)
@@ -146,28 +112,28 @@ def _model_rows(model: ModelConfig, num_parameters: int) -> Iterator[tuple[str, 
     yield "layers, width, feed-forward width", f"{model.num_layers}, {model.dim}, {model.ffn_dim}"
     yield "vocabulary (rows of the embedding)", f"{model.vocab_size:,}"
     yield "embeddings", "tied" if model.tie_embeddings else "untied"
-    yield "longest context in tokens", f"{model.max_seq_len:,}"
+    yield "maximum context in tokens", f"{model.max_seq_len:,}"
     yield "rotary base, norm epsilon", f"{model.rope_theta:g}, {model.norm_eps:g}"
     if attention.kind == "mla":
         mla = attention.mla
         yield (
             "attention",
-            f"latent, {model.num_heads} heads of {mla.nope_dim} + {mla.rope_dim} rotated, values of {mla.value_dim}; "
+            f"latent, {model.num_heads} heads of {mla.nope_dim} + {mla.rope_dim} (rotary), values of {mla.value_dim}; "
             f"latents: {mla.q_latent_dim or 'none'} for queries, {mla.kv_latent_dim} for keys and values, "
-            f"{'normed' if mla.latent_norm else 'not normed'}",
+            f"{'normalised' if mla.latent_norm else 'not normalised'}",
         )
     else:
         yield "attention", f"{model.num_heads} query heads, {model.num_kv_heads} key/value heads of {model.head_dim}"
     names = {
-        "norms of queries and keys": attention.qk_norm,
+        "query/key norms": attention.qk_norm,
         f"softcap {attention.softcap}": attention.softcap is not None,
         "Scalable-Softmax": attention.ssmax,
-        "learned sink": attention.sink,
+        "learned sinks": attention.sink,
         "gated output": attention.gated,
     }
     options = [name for name, is_on in names.items() if is_on]
     if options:
-        yield "options of attention", ", ".join(options)
+        yield "attention options", ", ".join(options)
 
 
 def _training_rows(config: Config, state: TrainingState) -> Iterator[tuple[str, object]]:
@@ -175,16 +141,18 @@ def _training_rows(config: Config, state: TrainingState) -> Iterator[tuple[str, 
     assert config.data.seq_len is not None
     yield "steps (of the schedule's horizon)", f"{state.step:,} of {train.steps:,}"
     yield "tokens seen", f"{state.consumed_samples * config.data.seq_len:,}"
-    yield "sequence length, tokens of a step", f"{config.data.seq_len:,}, {train.global_batch_tokens:,}"
+    yield "sequence length, tokens per step", f"{config.data.seq_len:,}, {train.global_batch_tokens:,}"
     if config.run.init_from is not None:
-        yield "started from the weights of", Path(config.run.init_from).name
+        yield "initialised from the weights of", Path(config.run.init_from).name
     yield (
         "optimizer",
-        f"{optim.name}, betas {optim.betas}, weight decay {optim.weight_decay:g}, clipping {optim.grad_clip:g}",
+        f"{optim.name}, betas {optim.betas}, weight decay {optim.weight_decay:g}, "
+        f"gradient clipping {optim.grad_clip:g}",
     )
     yield (
         "learning rate",
-        f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} warm-up steps, minimum {optim.min_lr_ratio:g} of it",
+        f"{optim.lr:g}, {optim.schedule}, {optim.warmup_steps} warm-up steps, "
+        f"minimum {optim.min_lr_ratio:g} times the peak",
     )
     policy = f"{control.policy}, alpha {control.alpha:g}" if control.chosen.uses_alpha else control.policy
     if control.max_ratio is not None:
@@ -197,44 +165,28 @@ def _training_rows(config: Config, state: TrainingState) -> Iterator[tuple[str, 
     yield "seed", config.run.seed
 
 
-def _results(state: TrainingState, has_picture: bool) -> str:
-    lines = [
-        "## Loss",
-        "In nats per token.",
-        "",
-        "| | loss |",
-        "|---|---|",
-        f"| training, last step | {state.loss:.4f} |",
-    ]
-    lines += [f"| validation, {name} | {loss:.4f} |" for name, loss in state.val_losses.items()]
-    if has_picture:
-        lines += ["", f"![Loss over the steps]({PICTURE})"]
-    return "\n".join(lines) + "\n"
+def _loss_rows(state: TrainingState) -> Iterator[tuple[str, str]]:
+    yield "training, last step", f"{state.loss:.4f}"
+    for name, loss in state.val_losses.items():
+        yield f"validation, {name}", f"{loss:.4f}"
 
 
-def _data(config: Config, state: TrainingState) -> str:
-    lines = [
-        "## Data",
-        "The fingerprint is a hash of the hashes in the source's manifest (of samples, where it has none).",
-        "",
-        "| source | weight | documents | tokens | fingerprint |",
-        "|---|---|---|---|---|",
-    ]
+def data_values(config: Config, state: TrainingState) -> dict[str, Any]:
+    """Returns what the template needs for the section about the data."""
     paths, phases = list_sources(config)
+    rows = []
     for number, (path, saved) in enumerate(zip(paths.values(), state.data_fingerprints, strict=False)):
-        documents, tokens = _counts(path, saved)
         weights = ", then ".join(f"{phase.weight_of(number):g}" for phase in phases)
-        lines.append(f"| {_short(path)} | {weights} | {documents} | {tokens} | `{saved}` |")
-    if len(phases) > 1:
-        changes = ", ".join(f"{phase.first_sample * sequence_length(config):,}" for phase in phases[1:])
-        lines += ["", f"The weights change after so many tokens: {changes}."]
-    if state.tokenizer_sha256 is not None:
-        lines += ["", f"Tokenizer: SHA-256 `{state.tokenizer_sha256}`."]
-    return "\n".join(lines) + "\n"
+        rows.append((_short(path), weights, *_counts(path, saved), f"`{saved}`"))
+    return {
+        "source_rows": rows,
+        "weight_changes": [f"{phase.first_sample * sequence_length(config):,}" for phase in phases[1:]],
+        "tokenizer_sha256": state.tokenizer_sha256,
+    }
 
 
 def _counts(path: str, saved_fingerprint: str) -> tuple[str, str]:
-    """Documents and tokens of a source, as far as it is still there and still the same."""
+    """Returns the documents and tokens of a source; `?` where it is missing or has changed."""
     try:
         source = TokenSource.open(path)
         if fingerprint(source) != saved_fingerprint:
@@ -246,19 +198,5 @@ def _counts(path: str, saved_fingerprint: str) -> tuple[str, str]:
 
 
 def _short(path: str) -> str:
-    """The end of a path: the rest tells only whose machine it was."""
+    """Returns the last two parts of a path; the rest only describes the machine."""
     return "/".join(Path(path).parts[-2:])
-
-
-def _limits(remarks: list[str]) -> str:
-    lines = [
-        "## What is not known",
-        "The run records neither the origin and licence of the texts nor what they were filtered for, and no evaluation"
-        " beyond the losses above. Expect the model to repeat and invent what such texts say.",
-        *(f"\nNote: {remark}." for remark in remarks),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _table(title: str, rows: Iterable[tuple[str, object]]) -> str:
-    return "\n".join([f"## {title}", "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]) + "\n"

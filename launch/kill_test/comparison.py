@@ -20,6 +20,7 @@ from launch.kill_test.plans import make_plans
 from launch.run_folder.observe import read_records
 from launch.supervisor.attempt import Launch
 
+HEADER = ("kill", "what", "when", "steps redone", "seconds lost")
 TOLERANCE = 1e-5  # relative, between different numbers of ranks in fp32
 UNINTERRUPTED, KILLED, OUTPUT = "uninterrupted", "killed", "output.log"  # in RUN-chaos/
 
@@ -86,12 +87,16 @@ def run(options: argparse.Namespace, config: Config, parent: Path, ranks: list[i
 
 
 def print_table(kills: Sequence[Kill]) -> None:
-    """One line for each kill, and the sums."""
-    print(f"{'kill':>4}  {'what':<13}  {'when':<28}  {'steps redone':>12}  {'seconds lost':>12}")
+    """Prints one row per kill, and the totals."""
+    from tabulate import tabulate  # here, since importing it would slow down --help
+
+    rows = [HEADER]
     for number, kill in enumerate(kills, start=1):
         lost = "-" if kill.seconds_lost is None else f"{kill.seconds_lost:.1f}"
         when = f"step {kill.step}, {kill.moment}"
-        print(f"{number:>4}  {kill.victim:<13}  {when:<28}  {kill.steps_redone:>12}  {lost:>12}")
+        rows.append((str(number), kill.victim, when, str(kill.steps_redone), lost))
+    align = ("right", "left", "left", "right", "right")
+    print(tabulate(rows, tablefmt="plain", disable_numparse=True, colalign=align))
     num_in_save = sum(kill.in_save for kill in kills)
     log_event(
         f"{len(kills)} kills, {num_in_save} inside a save; {sum(kill.steps_redone for kill in kills)} steps redone"

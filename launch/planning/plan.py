@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import yaml
+from tabulate import tabulate
 
 from configs.errors import ConfigError
 from configs.schema import Config
@@ -198,14 +199,7 @@ def _deepspeed(config: Config, model: GPT, world_size: int) -> dict[str, object]
     return deepspeed_config(config, world_size, accumulation_steps(config, world_size), model.num_parameters)
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Lines of a table with aligned columns: the first to the left, figures to the right."""
-    cells = [list(header), *[[str(cell) for cell in row] for row in rows]]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    return [
-        "  ".join(
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    ]
+def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Returns the lines of a table: the first column is aligned to the left, the others to the right."""
+    align = ("left", *["right"] * (len(header) - 1))
+    return tabulate([header, *rows], tablefmt="plain", disable_numparse=True, colalign=align).splitlines()

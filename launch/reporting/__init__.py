@@ -1,1 +1,1 @@
-"""Reports as Markdown and HTML."""
+"""Reports and model cards as Markdown and HTML."""

@@ -1,65 +1,37 @@
-"""A report as pieces, and their Markdown and HTML."""
+"""A report as a list of blocks, and its Markdown and HTML."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-STYLE = (
-    "body{font-family:sans-serif;max-width:70em;margin:2em auto;padding:0 1em;line-height:1.5}img{max-width:100%}"
-    "table{border-collapse:collapse;font-size:.85em}td,th{border:1px solid #ccc;padding:.3em .6em;text-align:left}"
-    "pre{background:#f4f4f4;padding:.6em}"
-)
+from launch.reporting.render import render
 
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of the report: `heading` (level, text), `text`, `code`, `image` (file, text) or `table` (lines)."""
+    """One part of a report.
 
-    kind: str
+    Attributes:
+        text: The text of a heading, a paragraph or a code block, or the alternative text of an image.
+        level: The level of a heading.
+        file: The file of an image, relative to the report.
+        lines: The header and the rows of a table.
+    """
+
+    kind: Literal["heading", "text", "code", "image", "table"]
     text: str = ""
     level: int = 2
     file: str = ""
     lines: tuple[tuple[str, ...], ...] = ()
 
 
-def markdown(blocks: Sequence[Block]) -> str:
-    """The report as Markdown."""
-    return "\n\n".join(_MARKDOWN[block.kind](block) for block in blocks) + "\n"
+def to_markdown(blocks: Sequence[Block]) -> str:
+    """Returns the report as Markdown."""
+    return render("report.md.j2", blocks=blocks)
 
 
-def as_html(blocks: Sequence[Block], title: str) -> str:
-    """The report as one HTML page; its figures lie beside it."""
-    body = "".join(_HTML[block.kind](block) for block in blocks)
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style><body>{body}</body></html>\n"
-    )
-
-
-def _markdown_table(block: Block) -> str:
-    head, *rows = [[cell.replace("|", r"\|") for cell in line] for line in block.lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
-
-
-def _html_table(block: Block) -> str:
-    head, *rows = [[html.escape(cell) for cell in line] for line in block.lines]
-    body = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in rows)
-    return f"<table><tr><th>{'</th><th>'.join(head)}</th></tr>{body}</table>"
-
-
-_MARKDOWN: dict[str, Callable[[Block], str]] = {
-    "heading": lambda block: f"{'#' * block.level} {block.text}",
-    "text": lambda block: block.text,
-    "code": lambda block: f"```yaml\n{block.text}\n```",
-    "image": lambda block: f"![{block.text}]({block.file})",
-    "table": _markdown_table,
-}
-_HTML: dict[str, Callable[[Block], str]] = {
-    "heading": lambda block: f"<h{block.level}>{html.escape(block.text)}</h{block.level}>",
-    "text": lambda block: f"<p>{html.escape(block.text)}</p>",
-    "code": lambda block: f"<pre>{html.escape(block.text)}</pre>",
-    "image": lambda block: f'<img src="{html.escape(block.file)}" alt="{html.escape(block.text)}">',
-    "table": _html_table,
-}
+def to_html(blocks: Sequence[Block], title: str) -> str:
+    """Returns the report as an HTML page."""
+    return render("report.html.j2", blocks=blocks, title=title)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from data.files import write_file
-from launch.reporting.document import Block, as_html, markdown
+from launch.reporting.document import Block, to_html, to_markdown
 from launch.sweep.measures import ArmMeasures, GridMeasures, PilotScore, Reach, mean
 from launch.sweep.outcome import cell_folder, failure
 from launch.sweep.recommend import recommend
@@ -58,8 +58,8 @@ def write_report(sweep: Sweep, grids: Sequence[GridMeasures], runs: Sequence[Run
                 Block("image", drawing.title, file=f"{drawing.name}.png"),
             ]
     blocks += [*_failures(sweep, runs), *_method(sweep, grids)]
-    write_file(folder / "report.md", markdown(blocks).encode())
-    write_file(folder / "report.html", as_html(blocks, f"Sweep {sweep.name}").encode())
+    write_file(folder / "report.md", to_markdown(blocks).encode())
+    write_file(folder / "report.html", to_html(blocks, f"Sweep {sweep.name}").encode())
     write_file(folder / "results.csv", results_csv(sweep, runs).encode())
     return folder
 

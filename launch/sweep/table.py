@@ -22,16 +22,18 @@ class Status:
 
 def table_lines(statuses: Mapping[Cell, Status]) -> list[str]:
     """The table, with the cells of pilots in lines of their own (an alpha each)."""
+    from tabulate import tabulate  # here, since importing it would slow down --help
+
     rows: dict[str, dict[float, list[str]]] = {}
     for cell, status in sorted(statuses.items(), key=lambda item: (not item[0].is_pilot, item[0].seed)):
         pilot = f" pilot alpha {cell.alpha:g}" if cell.is_pilot else ""
         entry = f"{100 * status.fraction:.0f}%" if status.state == "running" else SYMBOLS[status.state]
         rows.setdefault(f"{cell.grid} {cell.arm}{pilot}", {}).setdefault(cell.lr, []).append(entry)
     rates = sorted({cell.lr for cell in statuses})
-    cells = [["", *(f"lr {rate:g}" for rate in rates)]]
-    cells += [[name, *(" ".join(row.get(rate, ())) for rate in rates)] for name, row in rows.items()]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(rates) + 1)]
-    return ["  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    lines = [["", *(f"lr {rate:g}" for rate in rates)]]
+    lines += [[name, *(" ".join(row.get(rate, ())) for rate in rates)] for name, row in rows.items()]
+    table = tabulate(lines, tablefmt="plain", disable_numparse=True)
+    return [line.rstrip() for line in table.splitlines()]
 
 
 class Screen:

@@ -1,4 +1,4 @@
-"""The offline analysis: the same numbers from our checkpoints and from transformers' models, and the command itself."""
+"""The offline analysis: attention captured from our checkpoints and from transformers, and the command itself."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def llama(folder: Path) -> Path:
 
 
 def gemma2(folder: Path, sliding_window: int = 64) -> Path:
-    """Softcap, a scale of its own, and windows in every other layer."""
+    """With a softcap, a custom scale, and a sliding window in every other layer."""
     torch.manual_seed(0)
     config = Gemma2Config(
         **SIZES, num_key_value_heads=2, head_dim=16, attn_logit_softcapping=2.0, query_pre_attn_scalar=7,
@@ -100,7 +100,9 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("build", [gpt2, llama, gemma2, neox])
-def test_captured_weights_are_those_that_transformers_reports(build: Callable[[Path], Path], tmp_path: Path) -> None:
+def test_captured_weights_equal_those_of_eager_attention_in_transformers(
+    build: Callable[[Path], Path], tmp_path: Path
+) -> None:
     folder = build(tmp_path / "model")
     source = TransformersSource(folder, None)
     tokens = torch.tensor(source.encode(TEXT)[:32])
@@ -126,7 +128,9 @@ OPTIONS = {"sink": True, "softcap": 2.0, "ssmax": True, "gated": True}
         {"attention": {"kind": "mla", "mla": MLA_SIZES, **OPTIONS}},
     ],
 )
-def test_our_checkpoint_gives_what_its_layers_compute(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_captured_attention_of_our_checkpoint_equals_the_output_of_its_layers(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
     """Σ α v from the captured weights is the layer's own output before its gate and W_o."""
     model = make_model(vocab_size=VOCABULARY, **keys)
     folder = save_model(model, tmp_path / "step_00000001")
@@ -148,7 +152,7 @@ def test_our_checkpoint_gives_what_its_layers_compute(keys: dict[str, Any], tmp_
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_command_writes_tables_figures_and_a_report(gpt2_folder: Path, tmp_path: Path) -> None:
+def test_the_command_writes_tables_plots_and_a_report(gpt2_folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     arguments = ["-m", "launch.diagnose", gpt2_folder, "--text", text, "--output", tmp_path / "out"]
@@ -156,7 +160,7 @@ def test_the_command_writes_tables_figures_and_a_report(gpt2_folder: Path, tmp_p
     assert finished.code == 0, finished.errors
     report = (tmp_path / "out/report.md").read_text()
     assert "arXiv 2508.17821" in report
-    assert "| critical set size | not measured (the test needs 5 heads or more) | about 0.06 L |" in report
+    assert "| critical set size | not measured (the test needs at least 5 heads) | about 0.06 L |" in report
     page = (tmp_path / "out/report.html").read_text()
     assert "0.70 to 0.85" in report and "0.70 to 0.85" in page
     for figure in re.findall(r"\]\((.*?\.png)\)", report):
@@ -186,12 +190,12 @@ def test_the_command_writes_tables_figures_and_a_report(gpt2_folder: Path, tmp_p
         (["--seed", "-1"], "--seed: -1 is not between 0"),
         (["--tokenizer", "absent"], "absent: no such file"),
         (["--text", "missing.txt"], "missing.txt"),
-        (["--max-queries", "0"], "at least 1"),
+        (["--max-queries", "0"], "--max-queries, --random-sets: expected at least 1"),
         (["--set-sizes", "0,4"], "--set-sizes: 0 is not between 1 and"),
         (["--lengths", "8", "--set-sizes", "8"], "--set-sizes: 8 is not between 1 and 7"),
     ],
 )
-def test_bad_options_are_one_line(
+def test_an_invalid_option_is_reported_in_one_line(
     change: list[str], message: str, gpt2_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
@@ -202,14 +206,14 @@ def test_bad_options_are_one_line(
 
 
 def run_here(model: Path, text: Path, output: Path, *options: str) -> int:
-    """The command in this process; argparse ends it by SystemExit."""
+    """Runs the command in this process; argparse exits with SystemExit."""
     try:
         return main([str(model), "--text", str(text), "--output", str(output), *options])
     except SystemExit as end:
         return int(end.code or 0)
 
 
-def test_a_short_text_and_a_folder_without_a_model_are_one_line(
+def test_a_short_text_and_a_folder_without_a_model_are_reported_in_one_line(
     gpt2_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
@@ -222,10 +226,10 @@ def test_a_short_text_and_a_folder_without_a_model_are_one_line(
         assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_models_that_cannot_be_analysed_are_one_line(
+def test_models_that_cannot_be_analysed_are_reported_in_one_line(
     gpt2_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is measured with another mask than the model's, with made-up weights or with a made-up tokenizer."""
+    """Nothing is measured with a mask, weights or a tokenizer that are not the model's own."""
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     bert = save_with_tokenizer(BertLMHeadModel(BertConfig(**SIZES)), tmp_path / "bert")
@@ -253,12 +257,12 @@ def test_models_that_cannot_be_analysed_are_one_line(
         (bert, [], "only full causal attention is supported"),
         (neo, [], "gpt_neo models are not supported"),
         (bloom, [], "bloom models are not supported"),
-        (incomplete, [], "holds no weights for transformer.h.1.attn.c_attn.weight (1 in all)"),
-        (reshaped, [], "holds no fitting weights for transformer.h.0.ln_1.bias (1 in all)"),
-        (mute, [], "holds no tokenizer"),
+        (incomplete, [], "has no weights for transformer.h.1.attn.c_attn.weight (1 in total)"),
+        (reshaped, [], "has weights of the wrong shape for transformer.h.0.ln_1.bias (1 in total)"),
+        (mute, [], "has no tokenizer"),
         (ours, [], "has no tokenizer"),
         (ours, ["--tokenizer", str(gpt2_folder)], "has 256 ids, more than the model's vocabulary of 128"),
-        (gpt2_folder, ["--tokenizer", str(large)], "is beyond the model's 256"),
+        (gpt2_folder, ["--tokenizer", str(large)], "is outside the model's vocabulary of 256"),
     ):
         capsys.readouterr()
         assert run_here(model, text, tmp_path / "out", *options) == 1
@@ -277,7 +281,7 @@ def test_windows_do_not_overlap_and_lengths_fit() -> None:
     assert sizes[0] == 1 and sizes[-1] < 512 and len(sizes) <= 24 and sizes == sorted(set(sizes))
 
 
-def test_the_critical_size_is_where_two_samples_look_alike() -> None:
+def test_the_critical_size_is_the_first_at_which_the_samples_do_not_differ() -> None:
     generator = torch.Generator().manual_seed(0)
     one, other = (torch.randn(200, generator=generator).tolist() for _ in range(2))
     assert ks_p_value(one, other) > 0.01 > ks_p_value(one, [value + 1 for value in other])
@@ -288,7 +292,7 @@ def test_the_critical_size_is_where_two_samples_look_alike() -> None:
         assert (apart < 0.01) == is_enough
 
 
-def test_the_report_sets_what_was_found_beside_the_paper() -> None:
+def test_the_report_compares_measurements_with_the_paper() -> None:
     heads = [{"layer": 0, "head": head, "L": 100} for head in range(MIN_HEADS)]
     tables = {
         "weights": heads,

@@ -17,7 +17,7 @@ from configs.load import load_config
 from configs.schema import Config
 from data.indexed import IndexedShardWriter, token_dtype
 from data.order import SampleOrder
-from launch.hf.model_card import _data
+from launch.hf.model_card import data_values
 from launch.optim.schedule import learning_rate
 from launch.training.data import describe_data, list_sources, open_data
 from model.gpt import GPT
@@ -218,9 +218,10 @@ def test_the_model_card_names_the_sources_of_all_phases(tiny_config: Path, tmp_p
         )
     )
     state: Any = SimpleNamespace(data_fingerprints=list(data.fingerprints), tokenizer_sha256=None)
-    card = _data(config, state)
-    assert "/a | 2, then 0, then 0.5 | ? |" in card and "/b | 0, then 1, then 3 | ? |" in card
-    assert "The weights change after so many tokens: 128, 320." in card
+    values = data_values(config, state)
+    assert [row[1:3] for row in values["source_rows"]] == [("2, then 0, then 0.5", "?"), ("0, then 1, then 3", "?")]
+    assert [row[0][-2:] for row in values["source_rows"]] == ["/a", "/b"]
+    assert values["weight_changes"] == ["128", "320"]
 
 
 def test_the_same_path_twice_is_two_sources(tiny_config: Path, tmp_path: Path) -> None:
