@@ -1,1 +1,1 @@
-"""Checkpoints: their files, saving, restoring, and which one a run resumes from."""
+"""Checkpoints: their files, saving, restoring, verifying and pruning."""
