@@ -329,7 +329,9 @@ def test_another_seed_is_another_order(run_copy: tuple[Path, Path, list[str]]) -
 
 
 def test_a_zero_value_that_deepspeed_refuses_is_named(tiny_config: Path) -> None:
-    error = only_error(train_command(tiny_config, "deepspeed.overrides.zero_optimization.reduce_bucket_size=-5"))
+    error = only_error(
+        train_command(tiny_config, "deepspeed.overrides.zero_optimization.reduce_bucket_size=-5"), code=2
+    )
     assert "deepspeed.overrides.zero_optimization.reduce_bucket_size" in error
 
 
@@ -348,7 +350,7 @@ def test_a_refused_or_idle_start_changes_nothing(run_copy: tuple[Path, Path, lis
     assert "no such checkpoint" in only_error(train(config, *overrides, "run.resume=/nowhere"))
     assert "no such checkpoint" in only_error(train(config, overrides[0], "run.resume=/nowhere"))
     only_error(train(config, *overrides, "model.dim=48"))
-    only_error(train(config, *overrides, "deepspeed.overrides.zero_optimization.reduce_bucket_size=-5"))
+    only_error(train(config, *overrides, "deepspeed.overrides.zero_optimization.reduce_bucket_size=-5"), code=2)
     assert contents(folder) == files
 
 

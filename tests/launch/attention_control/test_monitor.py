@@ -108,7 +108,10 @@ def separable(weights: torch.Tensor, points: torch.Tensor, size: int) -> float:
     return float((distances[order[:size]] < distances[order[size:]].min()).sum()) / size
 
 
-def test_measurements_are_those_of_whole_matrices(tiny_config: Path, tmp_path: Path, run_cases: Any) -> None:
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_measurements_are_those_of_whole_matrices(
+    is_compiled: bool, tiny_config: Path, tmp_path: Path, run_cases: Any
+) -> None:
     stages = {1: (0, 1), 2: (0, 1, 3), 3: (2, 3)}
     cases = [
         (ranks, attention, stage, f"{attention}_s{stage}r{ranks}", [])
@@ -116,7 +119,8 @@ def test_measurements_are_those_of_whole_matrices(tiny_config: Path, tmp_path: P
         for stage in chosen
         for attention in ATTENTION
     ]
-    cases.append((1, "gqa", 1, "gqa_compiled", ["train.compile=true"]))
+    if is_compiled:
+        cases.append((1, "gqa", 1, "gqa_compiled", ["train.compile=true"]))
     for ranks in stages:
         settings = [
             [*SETTINGS, *ATTENTION[attention], f"run.name={name}", f"deepspeed.zero_stage={stage}", *more]

@@ -68,16 +68,16 @@ def test_the_state_is_read_back_and_other_versions_are_refused(checkpoint: Path)
     assert read_config(checkpoint).run.name == "tiny"
     values = json.loads((checkpoint / STATE).read_text())
     (checkpoint / STATE).write_text(json.dumps({**values, "format_version": 2}))
-    with pytest.raises(RunError, match=r"state\.json: format version 2; this program reads 1"):
+    with pytest.raises(RunError, match=r"state\.json: has format version 2; expected 1"):
         read_state(checkpoint)
     (checkpoint / STATE).write_text(json.dumps({**values, "surprise": 1}))
-    with pytest.raises(RunError, match=r"state\.json: is not the state of a checkpoint: .*surprise"):
+    with pytest.raises(RunError, match=r"state\.json: is not a checkpoint's state: .*surprise"):
         read_state(checkpoint)
 
 
 def test_a_path_means_a_checkpoint_or_the_newest_of_a_run(save: Save, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with pytest.raises(RunError, match="holds no checkpoint"):
+    with pytest.raises(RunError, match="no checkpoint found"):
         find_checkpoint(run)
     save(4)
     save(12)

@@ -16,5 +16,5 @@ def test_a_lone_visible_gpu_is_this_ranks() -> None:
     assert local_device(topology, num_visible=1) == 0
     assert local_device(topology, num_visible=8) == 3
     # The same words from every rank: the preflight prints them once.
-    with pytest.raises(RunError, match="4 ranks were started here, but this node shows 2 GPUs; start one rank for"):
+    with pytest.raises(RunError, match="4 ranks were started here, but this node has 2 GPUs; start one rank for"):
         local_device(replace(topology, local_rank=0), num_visible=2)

@@ -73,8 +73,8 @@ def test_a_closed_lock_lets_the_next_one_in(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_neither_locked_nor_changed(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RunError, match=r"holds thesis\.tex"):
+    with pytest.raises(RunError, match=r"it contains thesis\.tex"):
         FolderLock(RunFolder(tmp_path)).acquire()
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-    with pytest.raises(RunError, match=r"run\.dir: .* cannot be made"):
+    with pytest.raises(RunError, match=r"run\.dir: .* cannot be created"):
         FolderLock(RunFolder(tmp_path / "thesis.tex/run")).acquire()

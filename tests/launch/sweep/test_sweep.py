@@ -79,6 +79,7 @@ def rank_below(process: subprocess.Popen[str], cell: str) -> psutil.Process:
     return rank
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_and_stopped_goes_on_and_reports(write_sweep: WriteSweep, tmp_path: Path) -> None:
     path = write_sweep(timing={"rounds": 1, "steps": 8, "skip_steps": 2})
     folder = tmp_path / "runs/sweep"
