@@ -124,12 +124,12 @@ def test_a_sweep_that_is_killed_and_stopped_goes_on_and_reports(write_sweep: Wri
     assert timing.keys() == {"small"} and all(0 < value < 10 for value in timing["small"][0].values())
     assert timing["small"][0].keys() == {"none", "quack"} and not (folder / "timing").exists()
     report = (folder / "report/report.md").read_text()
-    assert "none 0.005; quack 0.005" in report.splitlines()[2]
+    assert "0.005 for none; 0.005 for quack" in report.splitlines()[2]
     assert {path.name for path in (folder / "report").iterdir()} >= {"report.html", "results.csv"}
 
     # All is done: only the report is written again. Then other settings are refused for what is there.
     advice = python("-m", "launch.sweep", path, "--recommend")
-    assert "small: quack at a base rate of 0.005 with alpha 0.1" in advice.output
+    assert "small: quack at a base learning rate of 0.005 with alpha 0.1" in advice.output
     changed = write_sweep(tolerance=0.2, overrides={"train.steps": STEPS + 1, "optim": {"grad_clip": 0.0}})
     refused = python("-m", "launch.sweep", changed)
     assert refused.code == 2
@@ -231,7 +231,7 @@ def test_faults_of_the_cells(write_sweep: WriteSweep, tmp_path: Path) -> None:
     assert [f"2 cells have the folder {folder / f'a-{arm}-lr0.1-s0'}" for arm in arms] == problems[:3]
     assert "arms.quack: qk_control.polcy: unknown key; did you mean qk_control.policy?" in problems
     assert sum("polcy" in problem for problem in problems) == 1
-    (clash,) = [problem for problem in problems if "model.attention.qk_norm takes away" in problem]
+    (clash,) = [problem for problem in problems if "has no effect with model.attention.qk_norm" in problem]
     assert clash.startswith("cell b-norm-lr0.1-s0: qk_control.clip_threshold: ")
     assert any(f"timing.steps: {STEPS + 1} is beyond train.steps={STEPS}" in problem for problem in problems)
 
