@@ -187,8 +187,8 @@ def _memory_lines(config: Config, gpu_memory: GpuMemory) -> list[str]:
             chosen = "*" if stage == config.deepspeed.zero_stage else ""
             rows.append((f"{stage}{chosen}", ranks, *figures, plan.peak_moment))
     return [
-        "gigabytes, each part where it is largest: they are not all there at once, and the peak is what must fit;",
-        "* is the configured stage",
+        "in gigabytes, each part at its own maximum; the parts do not all occur at once, so the peak must fit;",
+        "* marks the configured stage",
         *_table(("ZeRO", "GPUs", *PARTS, "peak", "at"), rows),
         f"fewest GPUs with {gpu_memory}, of which {USABLE_FRACTION:.0%} are used:",
         *min_gpus_lines(sizes, config, gpu_memory.num_bytes),

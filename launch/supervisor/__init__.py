@@ -1,6 +1,6 @@
 """Supervises a run from outside: starts launchers on one or more nodes, forwards signals, and restarts after failures.
 
-torchrun's agent (torchelastic) restarts ranks, too, but does not suffice (torch 2.13). Every exit code other than 0 is
+torchrun's agent (torchelastic) restarts ranks, too, but does not suffice (torch 2.13; see ARCHITECTURE.md). Every exit code other than 0 is
 a failure to it: 75, a requested stop after a checkpoint, is restarted, or ends as 1. By default it does not forward
 SIGUSR1, which ends the agent alone, and kills ranks that take longer than 30 s to stop. Ranks run in sessions of their
 own and outlive an agent that is killed with SIGKILL. With the default static rendezvous the number of nodes is fixed;

@@ -226,8 +226,8 @@ def describe_data(data: TrainingData, config: Config) -> list[str]:
     lines = []
     for source, samples in zip(data.sources, used.tolist(), strict=True):
         lines.append(
-            f"data {source.name}: {source.num_tokens:,} tokens; the run uses {samples * seq_len:,}, "
-            f"{samples / num_samples:.1%} of its tokens, in {samples / source.num_windows(seq_len):.2f} epochs"
+            f"data {source.name}: {source.num_tokens:,} tokens; supplies {samples * seq_len:,} tokens "
+            f"({samples / num_samples:.1%} of the run), {samples / source.num_windows(seq_len):.2f} epochs"
         )
     _, phases = list_sources(config)
     for number, phase in enumerate(phases if len(phases) > 1 else []):

@@ -202,9 +202,10 @@ def test_sources_and_phases_are_described(tiny_config: Path, tmp_path: Path) -> 
     # 8,192 samples: a block of half a and half b, a block of three quarters a and one quarter c.
     epochs = (2048 + 3072) / ((len(tokens_a) - 1) // 32)
     assert lines[0] == (
-        f"data a: {len(tokens_a):,} tokens; the run uses {5120 * 32:,}, 62.5% of its tokens, in {epochs:.2f} epochs"
+        f"data a: {len(tokens_a):,} tokens; supplies {5120 * 32:,} tokens (62.5% of the run), {epochs:.2f} epochs"
     )
-    assert "the run uses 65,536, 25.0%" in lines[1] and "the run uses 32,768, 12.5%" in lines[2]
+    assert "supplies 65,536 tokens (25.0% of the run)" in lines[1]
+    assert "supplies 32,768 tokens (12.5% of the run)" in lines[2]
     assert lines[3] == "data phase 0, from token 0 (step 0): a 50.0%, b 50.0%"
     assert lines[4] == "data phase 1, from token 131,072 (step 512): c 25.0%, a 75.0%"
     assert lines[5] == "data phase 2, from token 1,000,000,000 (step 3,906,250), which the run does not reach: b 100.0%"
