@@ -34,7 +34,8 @@ class RunConfig(Section):
         "auto",
         min_length=1,
         description="`auto`: resume from the newest undamaged checkpoint in this run's folder, or start a new run;"
-        " `never`: start a new run, and fail if the folder already holds one; a path: resume from that checkpoint, or fail",
+        " `never`: start a new run, and fail if the folder already holds one; a path: resume from that checkpoint, or"
+        " fail",
     )
     init_from: str | None = Field(
         None,

@@ -13,6 +13,7 @@ def losses(folder: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(folder)]
 
 
+@pytest.mark.slow
 def test_all_launchers_train_alike(tiny_config: Path, tmp_path: Path) -> None:
     for launcher, num_ranks in (("plain", 1), ("deepspeed", 2), ("torchrun", 2)):
         command = launcher_command(launcher, num_ranks, "train.py", str(tiny_config), f"run.name={launcher}")

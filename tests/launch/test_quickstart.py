@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Finished, finish, launcher_command, start
 
 
@@ -11,6 +13,7 @@ def quickstart(*arguments: str) -> Finished:
     return finish(start(["bash", "launch/quickstart.sh", *arguments]), timeout=900)
 
 
+@pytest.mark.slow
 def test_the_quickstart_trains_samples_and_says_where_to_look(tmp_path: Path) -> None:
     overrides = [f"run.dir={tmp_path}", "train.steps=4", "validation={every_steps: 2, batches: 1}"]
     finished = quickstart(*overrides)

@@ -67,6 +67,7 @@ def test_wrong_usage_starts_nothing(arguments: list[str], message: str, tiny_con
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_restarts_the_run_and_a_signal_reaches_every_rank(tiny_config: Path, tmp_path: Path) -> None:
     """The deepspeed launcher: a start, a SIGKILL, a restart, a SIGTERM; then the same command finishes the run."""
     folder = tmp_path / "runs/tiny"
@@ -139,6 +140,7 @@ def test_no_process_outlives_a_killed_supervisor(tiny_config: Path, tmp_path: Pa
     assert steps(folder) == list(range(1, last + 1))  # every recorded step is saved
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_is_a_failure_and_a_signal_before_the_first_step_stops(
     tiny_config: Path, tmp_path: Path
 ) -> None:

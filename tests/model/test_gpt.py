@@ -129,6 +129,7 @@ def test_activation_checkpointing_gives_identical_loss_and_gradients(make_model,
         assert torch.equal(checkpointed_gradients[name], gradient), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize(
     "keys",
