@@ -135,8 +135,8 @@ def run_all(sweep: Sweep, path: str, cells: Sequence[Cell], slots: Sequence[Slot
 
 def tell(sweep: Sweep, cells: Sequence[Cell], only_advice: bool) -> int:
     """Prints the advice, or writes the report and prints what was found."""
+    from launch.sweep.findings import describe_grid
     from launch.sweep.report import write_report
-    from launch.sweep.words import describe_grid
 
     resolved = known_cells(sweep, cells)
     runs = read_runs(sweep, resolved)

@@ -1,4 +1,4 @@
-"""The figures of a sweep's report, one function each: they fill a figure."""
+"""The plots of a sweep's report, one function each, which draws into a figure."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from matplotlib.figure import Figure
 from launch.sweep.measures import ArmMeasures, GridMeasures, mean
 from launch.sweep.results import Run
 
-# Okabe and Ito's, which readers who confuse red and green tell apart; dashes show lines that lie on each other.
+# The palette of Okabe and Ito, which is safe for colour-blind readers. Dashes keep coinciding lines visible.
 COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 MARKERS = "osD^vPX<>*"
 DASHES = ("-", "--", (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1.5)), "-.", (0, (1.5, 1.5)))
 TOKENS_COLOR, SECONDS_COLOR = "#7fb3d9", "#f2b07b"
 DODGE = 0.012  # decades between the arms' points at one rate
 MARGIN = 0.12  # decades beside the lowest and the highest rate
-HEADROOM = 1.6  # of the y-axis, in spreads of the better half of the losses
+HEADROOM = 1.6  # of the y-axis above the median loss, in units of median - lowest loss
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of the report.
+    """A plot of the report.
 
     Attributes:
-        name: of its file, without the ending.
-        text: what it shows.
+        name: The name of its file, without extension.
+        text: What it shows.
+        size: Width and height in inches.
+        draw: Draws into a figure.
     """
 
     name: str
@@ -40,10 +42,10 @@ class Drawing:
 
 
 def make_drawings(grid: GridMeasures, runs: Sequence[Run]) -> list[Drawing]:
-    """The figures of one grid, as far as there is something to show.
+    """Returns the plots of one grid for which there are data.
 
     Args:
-        runs: of this grid.
+        runs: The runs of this grid.
     """
     if math.isinf(grid.limit):
         return []
@@ -53,16 +55,16 @@ def make_drawings(grid: GridMeasures, runs: Sequence[Run]) -> list[Drawing]:
             f"{grid.name}_loss_vs_lr",
             "Final loss against the learning rate",
             "Final validation loss: the mean over seeds as a line, each seed as a point, diverged runs as crosses at "
-            "the upper edge, and triangles where the mean lies above it. A line breaks where a rate has no mean. A "
-            "rate is usable where every seed lies below the dashed line.",
+            "the upper edge, and triangles where the mean is above it. A line is interrupted where a learning rate has "
+            "no finite mean. A learning rate is usable where every seed is below the dashed line.",
             (9, 5),
             lambda figure: draw_losses(figure, grid),
         ),
         Drawing(
             f"{grid.name}_curves",
-            "Training at each arm's best rate",
-            "Validation loss over the steps, mean over seeds, with the range of the seeds as a band; on the right the "
-            "last half.",
+            "Training at each arm's best learning rate",
+            "Validation loss over the steps, mean over seeds, with the range of the seeds as a band; right: the last "
+            "half.",
             (11, 4.5),
             lambda figure: draw_curves(figure, grid, runs),
         ),
@@ -73,8 +75,8 @@ def make_drawings(grid: GridMeasures, runs: Sequence[Run]) -> list[Drawing]:
                 f"{grid.name}_logits",
                 "Attention logits over training",
                 "The largest attention logit and the mean change of a logit in one step, on a fixed probe batch, with "
-                f"seed {grid.seeds[0]}: above at each arm's best rate, below with the same rate for all, {stress:g}. "
-                "Crosses: where a run diverged.",
+                f"seed {grid.seeds[0]}. Top: at each arm's best learning rate; bottom: at {stress:g} for all arms. "
+                "Crosses mark where a run diverged.",
                 (11, 7.5),
                 lambda figure: draw_logits(figure, grid, runs, stress),
             )
@@ -84,8 +86,8 @@ def make_drawings(grid: GridMeasures, runs: Sequence[Run]) -> list[Drawing]:
             Drawing(
                 f"{grid.name}_reach",
                 f"Tokens and seconds to the best final loss of {grid.baseline}",
-                f"As a fraction of what {grid.baseline} needs for it (bars: means over seeds, points: seeds). Seconds "
-                "are steps times the timed seconds of a step.",
+                f"As a fraction of what {grid.baseline} itself needs (bars: means over seeds, points: seeds). Seconds "
+                "are steps times the timed seconds per step.",
                 (9, 0.55 * len(grid.others) + 1.6),
                 lambda figure: draw_reach(figure, grid),
             )
@@ -94,8 +96,8 @@ def make_drawings(grid: GridMeasures, runs: Sequence[Run]) -> list[Drawing]:
         drawings.append(
             Drawing(
                 f"{grid.name}_overhead",
-                "Time of a step",
-                f"Against {grid.baseline}, from interleaved timing: median over rounds, with the range of the rounds.",
+                "Time per step",
+                f"Relative to {grid.baseline}, by interleaved timing: median and range over the rounds.",
                 (9, 0.45 * len(grid.others) + 1.4),
                 lambda figure: draw_overhead(figure, grid),
             )
@@ -104,13 +106,13 @@ def make_drawings(grid: GridMeasures, runs: Sequence[Run]) -> list[Drawing]:
 
 
 def stress_rate(grid: GridMeasures) -> float:
-    """The lowest rate above those at which the baseline is near its own best loss, or the highest of the grid."""
+    """Returns the lowest rate above those at which the baseline is near its own best loss, or the highest."""
     highest = grid.arms[grid.baseline].own_highest or 0.0
     return next((rate for rate in grid.rates if rate > highest), grid.rates[-1])
 
 
 def draw_losses(figure: Figure, grid: GridMeasures) -> None:
-    """Loss against LR. The y-axis ends a little above the losses near the best: the rest would flatten them."""
+    """Plots loss against LR. The y-axis ends a little above the losses near the best, which would else look flat."""
     axis = figure.subplots()
     finite = [
         loss
@@ -148,7 +150,7 @@ def draw_losses(figure: Figure, grid: GridMeasures) -> None:
 
 
 def draw_curves(figure: Figure, grid: GridMeasures, runs: Sequence[Run]) -> None:
-    """Validation loss over the steps at each arm's best rate."""
+    """Plots validation loss over the steps at each arm's best rate."""
     whole, end = figure.subplots(1, 2)
     for name, arm in grid.arms.items():
         mine = [
@@ -173,17 +175,17 @@ def draw_curves(figure: Figure, grid: GridMeasures, runs: Sequence[Run]) -> None
                 alpha=0.15,
                 linewidth=0,
             )
-    for axis, title in ((whole, "the whole run"), (end, "its last half")):
+    for axis, title in ((whole, "the whole run"), (end, "the last half")):
         axis.set(xlabel="step", ylabel="validation loss (nats per token)", title=title)
         axis.grid(alpha=0.3)
     _legend(whole)
 
 
 def draw_logits(figure: Figure, grid: GridMeasures, runs: Sequence[Run], stress: float) -> None:
-    """Largest logit and mean change of a logit, at each arm's best rate and at one rate for all."""
+    """Plots the largest logit and mean change of a logit, at each arm's best rate and at one rate for all."""
     axes = figure.subplots(2, 2, sharex=True)
     for row, (where, rate_of) in enumerate(
-        (("each arm's best rate", lambda arm: arm.best_rate), (f"rate {stress:g} for all", lambda arm: stress))
+        (("each arm's best rate", lambda arm: arm.best_rate), (f"learning rate {stress:g}", lambda arm: stress))
     ):
         for name, arm in grid.arms.items():
             run = next(
@@ -201,7 +203,7 @@ def draw_logits(figure: Figure, grid: GridMeasures, runs: Sequence[Run], stress:
                 axis.plot(*_columns(positive), **_line(grid, name), label=label)
                 if run is not None and run.state == "diverged" and positive:
                     axis.plot(*positive[-1], "x", color=_style(grid, name)["color"], markersize=9, markeredgewidth=2)
-        for axis, what in zip(axes[row], ("largest logit", "mean |Δlogit| of a step"), strict=True):
+        for axis, what in zip(axes[row], ("largest logit", "mean |Δlogit| per step"), strict=True):
             if any(len(line.get_xdata()) for line in axis.get_lines()):
                 axis.set_yscale("log")
             axis.set(ylabel=what, title=where)
@@ -213,13 +215,13 @@ def draw_logits(figure: Figure, grid: GridMeasures, runs: Sequence[Run], stress:
 
 
 def draw_reach(figure: Figure, grid: GridMeasures) -> None:
-    """Bars for tokens and seconds; 1 is the baseline."""
+    """Draws bars for tokens and seconds; 1 is the baseline."""
     axis = figure.subplots()
     places = np.arange(len(grid.others))[::-1]
     for place, arm in zip(places, grid.others, strict=True):
         reach = arm.reach
         if reach is None:
-            axis.text(0.01, place, "not reached at any rate", va="center", fontsize=9, color="#777777")
+            axis.text(0.01, place, "not reached at any learning rate", va="center", fontsize=9, color="#777777")
             continue
         for offset, by_seed, color in ((0.19, reach.tokens, TOKENS_COLOR), (-0.19, reach.seconds, SECONDS_COLOR)):
             if by_seed:
@@ -237,7 +239,7 @@ def draw_reach(figure: Figure, grid: GridMeasures) -> None:
 
 
 def draw_overhead(figure: Figure, grid: GridMeasures) -> None:
-    """Bars of the overhead in percent with the range of the rounds."""
+    """Draws bars of the overhead in percent with the range of the rounds."""
     axis = figure.subplots()
     timed = [arm for arm in grid.others if arm.pace is not None]
     places = np.arange(len(timed))[::-1]
@@ -249,7 +251,7 @@ def draw_overhead(figure: Figure, grid: GridMeasures) -> None:
         axis.plot([low, high], [place, place], "k|", markersize=7)
     axis.axvline(0.0, color="black", linewidth=1)
     axis.set_yticks(places, [arm.arm for arm in timed])
-    axis.set(xlabel=f"seconds a step, more than {grid.baseline} (%)")
+    axis.set(xlabel=f"overhead in seconds per step over {grid.baseline} (%)")
     axis.grid(alpha=0.3, axis="x")
 
 

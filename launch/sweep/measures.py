@@ -1,4 +1,4 @@
-"""The measures of a sweep: pure functions of losses.
+"""The measures of a sweep as pure functions of losses.
 
 `Losses` holds the final validation losses of one arm: learning rate -> seed -> loss, infinite where the run diverged.
 Sources: LR sensitivity is that of Wortsman et al., arXiv 2309.14322; the others are defined here.
@@ -15,27 +15,24 @@ Losses = Mapping[float, Mapping[int, float]]
 
 
 def mean(values: Collection[float]) -> float:
-    """Infinite where one of the values is."""
+    """Returns the mean, which is infinite if a value is."""
     return sum(values) / len(values)
 
 
 def best_rate(losses: Losses) -> float | None:
-    """The rate with the lowest mean loss over its seeds; None where every rate has a diverged run."""
+    """Returns the rate with the lowest mean loss over its seeds, or None if every rate has a diverged run."""
     means = {rate: mean(by_seed.values()) for rate, by_seed in losses.items()}
     finite = {rate: value for rate, value in means.items() if math.isfinite(value)}
     return min(finite, key=finite.__getitem__) if finite else None
 
 
 def usable_rates(losses: Losses, limit: float) -> list[float]:
-    """The rates at which the loss of every seed is at most `limit`, ascending."""
+    """Returns the rates at which the loss of every seed is at most `limit`, ascending."""
     return [rate for rate in sorted(losses) if all(loss <= limit for loss in losses[rate].values())]
 
 
 def range_around(rate: float | None, usable: Collection[float], rates: Collection[float]) -> tuple[float, float] | None:
-    """The lowest and highest of the usable rates that lie next to each other on the grid around `rate`.
-
-    None where `rate` itself is not usable.
-    """
+    """Returns the ends of the contiguous range of usable rates around `rate`, or None if `rate` is not usable."""
     if rate is None or rate not in usable:
         return None
     ordered = sorted(rates)
@@ -48,34 +45,34 @@ def range_around(rate: float | None, usable: Collection[float], rates: Collectio
 
 
 def sensitivity(losses: Mapping[float, float], start_loss: float) -> float:
-    """LR sensitivity of one seed: the mean over the rates of min(loss, start loss) - lowest loss.
+    """Returns the LR sensitivity of one seed: the mean over the rates of min(loss, start loss) - lowest loss.
 
     Args:
-        losses: rate -> final loss, the rates at equal ratios; what is not finite counts as the start loss.
-        start_loss: at initialisation.
+        losses: rate -> final loss, with rates at equal ratios; a non-finite loss counts as the start loss.
+        start_loss: The loss at initialisation.
     """
     capped = [min(loss, start_loss) if math.isfinite(loss) else start_loss for loss in losses.values()]
     return mean(capped) - min(capped)
 
 
 class PilotScore(NamedTuple):
-    """The losses of one alpha over the pilot's rates, a diverged run counting as the loss at initialisation."""
+    """The losses of one alpha over the pilot's rates; a diverged run counts as the loss at initialisation."""
 
     lowest: float
     mean: float
 
 
 def pilot_score(losses: Collection[float], start_loss: float) -> PilotScore:
-    """What the pilot compares alphas by."""
+    """Returns the score by which the pilot compares alphas."""
     capped = [loss if math.isfinite(loss) else start_loss for loss in losses]
     return PilotScore(min(capped), mean(capped))
 
 
 def choose_alpha(scores: Mapping[float, PilotScore], tolerance: float) -> float:
-    """Of the alphas with about the lowest loss (within `tolerance`), the one with the lowest mean over the rates.
+    """Returns, of the alphas whose lowest loss is within `tolerance` of the best, the one with the lowest mean.
 
-    The mean alone would favour a small alpha that does no harm at rates which are too high anyway; the lowest loss
-    alone, one that is a hair better at one rate and useless above it.
+    The mean alone would favour a small alpha that does no harm at rates that are too high anyway; the lowest loss
+    alone, an alpha that is slightly better at one rate and useless above it.
     """
     limit = min(score.lowest for score in scores.values()) + tolerance
     good = {alpha: score.mean for alpha, score in scores.items() if score.lowest <= limit}
@@ -83,7 +80,7 @@ def choose_alpha(scores: Mapping[float, PilotScore], tolerance: float) -> float:
 
 
 def first_reach(curve: Sequence[tuple[int, int, float]], target: float) -> tuple[int, int] | None:
-    """(steps, tokens) until a validation loss is first at most `target`; None where none is.
+    """Returns (steps, tokens) of the first validation loss of at most `target`, or None.
 
     Args:
         curve: (step, tokens, loss) of every validation.
@@ -93,18 +90,18 @@ def first_reach(curve: Sequence[tuple[int, int, float]], target: float) -> tuple
 
 @dataclass(frozen=True)
 class Reach:
-    """How soon an arm has the baseline's best final loss, as fractions of what the baseline needs for it, by seed.
+    """What an arm needs to reach the baseline's best final loss, as fractions of what the baseline needs, by seed.
 
-    Each seed has its own target, the final loss of the baseline's run with that seed at the baseline's best rate. What
-    the baseline needs for it is taken at the rate at which it is there soonest.
+    Each seed has its own target: the final loss of the baseline's run with that seed at the baseline's best rate. What
+    the baseline needs is taken at the rate at which it reaches the target first.
 
     Attributes:
-        rate: the arm's rate at which the most seeds get there, and of these the soonest on average.
-        tokens: of the seeds that get there.
-        seconds: the same, steps times the timed seconds of a step; empty without timing.
-        num_seeds: that have a target.
-        spacing: tokens between two validations as a fraction of what the baseline needs, of the seed with the largest:
-            how finely `tokens` is known.
+        rate: The arm's rate at which the most seeds reach their targets, and of these the fastest on average.
+        tokens: The fraction of tokens, of the seeds that reach their target.
+        seconds: The same for steps times the timed seconds per step; empty without timing.
+        num_seeds: The number of seeds that have a target.
+        spacing: Tokens between two validations as a fraction of what the baseline needs, the maximum over seeds: the
+            resolution of `tokens`.
     """
 
     rate: float
@@ -116,11 +113,12 @@ class Reach:
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds a step of an arm from interleaved timing, by round, and what they add to the baseline's of that round.
+    """Seconds per step of an arm from interleaved timing, and the overhead over the baseline of the same round.
 
     Attributes:
-        step_seconds: median over the rounds.
-        overhead: median over the rounds of seconds / baseline's seconds - 1; low, high: the extremes.
+        step_seconds: The median over the rounds.
+        overhead: The median over the rounds of seconds / baseline's seconds - 1.
+        low, high: The extremes of the overhead.
     """
 
     step_seconds: float
@@ -134,14 +132,14 @@ class ArmMeasures:
     """All measures of one arm in one grid.
 
     Attributes:
-        alpha: of its query/key policy, from the pilot or its own; None without a policy.
-        best_rate, best_losses: the rate with the lowest mean, and the final loss of each seed there.
-        usable: the usable rates, ascending: all seeds within the tolerance of the grid's best.
-        highest_by_seed: the highest rate that is usable by this seed alone.
-        usable_range: the usable rates around best_rate.
-        own_highest: the highest rate at which all seeds are within the tolerance of this arm's own best mean.
-        sensitivity: of the seeds that have every rate of the grid and did not diverge at all of them.
-        num_diverged, num_missing: cells.
+        alpha: The alpha of its query/key policy, from the pilot or its own; None without a policy.
+        best_rate, best_losses: The rate with the lowest mean, and the final loss of each seed there.
+        usable: The usable rates, ascending: all seeds are within the tolerance of the grid's best.
+        highest_by_seed: The highest rate that is usable by each seed alone.
+        usable_range: The ends of the usable range around best_rate.
+        own_highest: The highest rate at which all seeds are within the tolerance of this arm's own best mean.
+        sensitivity: The LR sensitivity of the seeds that have every rate of the grid and a finite loss at some rate.
+        num_diverged, num_missing: Numbers of cells.
     """
 
     arm: str
@@ -161,7 +159,7 @@ class ArmMeasures:
 
     @property
     def highest(self) -> float | None:
-        """The highest usable rate."""
+        """The highest usable rate, or None."""
         return max(self.usable, default=None)
 
     @property
@@ -172,7 +170,7 @@ class ArmMeasures:
 
     @property
     def best_mean(self) -> float:
-        """The mean over seeds at the best rate; infinite where there is none."""
+        """The mean over seeds at the best rate; infinite if there is none."""
         return mean(self.best_losses.values()) if self.best_losses else math.inf
 
 
@@ -181,7 +179,7 @@ class GridMeasures:
     """All measures of one grid.
 
     Attributes:
-        limit: the highest final loss at which a rate is usable; infinite where every rate has a diverged run.
+        limit: The highest final loss at which a rate is usable; infinite if every rate of every arm has a diverged run.
         pilot: arm -> alpha -> score.
     """
 
@@ -201,5 +199,5 @@ class GridMeasures:
 
     @property
     def others(self) -> list[ArmMeasures]:
-        """All arms but the baseline."""
+        """All arms except the baseline."""
         return [arm for name, arm in self.arms.items() if name != self.baseline]

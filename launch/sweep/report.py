@@ -1,4 +1,4 @@
-"""Writes a sweep's report: report.md, report.html, figures and results.csv."""
+"""Writes the report of a sweep: report.md, report.html, plots and results.csv."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from data.files import write_file
 from launch.reporting.document import Block, to_html, to_markdown
+from launch.sweep.findings import describe_grid
 from launch.sweep.measures import ArmMeasures, GridMeasures, PilotScore, Reach, mean
 from launch.sweep.outcome import cell_folder, failure
 from launch.sweep.recommend import recommend
 from launch.sweep.results import Run
 from launch.sweep.spec import Sweep
-from launch.sweep.words import describe_grid
 
 MEASURES = (
     "arm",
@@ -29,13 +29,13 @@ MEASURES = (
     "diverged",
     "tokens to baseline's best",
     "seconds to baseline's best",
-    "seconds a step",
+    "seconds per step",
     "overhead",
 )
 
 
 def write_report(sweep: Sweep, grids: Sequence[GridMeasures], runs: Sequence[Run]) -> Path:
-    """Writes the report into the sweep's folder and returns its folder."""
+    """Writes the report into the sweep's folder and returns the report's folder."""
     from matplotlib.figure import Figure
 
     from launch.sweep.figures import make_drawings
@@ -88,10 +88,10 @@ def _grid_blocks(sweep: Sweep, grid: GridMeasures) -> Iterator[Block]:
         assert pilot is not None
         yield Block(
             "text",
-            f"Lowest and mean final loss at the rates {', '.join(f'{rate:g}' for rate in pilot.lrs)} with seed "
-            f"{pilot.seed}, a diverged run counting as the loss at initialisation. Of the alphas whose lowest loss is "
-            f"within {sweep.tolerance:g} of the arm's lowest, the one with the lowest mean is the arm's in the grid. "
-            "Runs of the pilot that belong to the grid too are not run again, so this seed favours the chosen alpha.",
+            f"Lowest and mean final loss at the learning rates {', '.join(f'{rate:g}' for rate in pilot.lrs)} with "
+            f"seed {pilot.seed}; a diverged run counts as the loss at initialisation. Of the alphas whose lowest loss "
+            f"is within {sweep.tolerance:g} of the arm's lowest, the one with the lowest mean is used in the grid. "
+            "Pilot runs that also belong to the grid are not repeated, so this seed favours the chosen alpha.",
         )
         alphas = sorted({alpha for scores in grid.pilot.values() for alpha in scores})
         rows = [
@@ -106,7 +106,7 @@ def _score_text(score: PilotScore | None) -> str:
 
 
 def measure_row(grid: GridMeasures, arm: ArmMeasures) -> Iterator[str]:
-    """The arm's line of the table, as MEASURES."""
+    """Yields the arm's row of the table, in the order of MEASURES."""
     yield arm.arm
     yield "" if arm.alpha is None else f"{arm.alpha:g}"
     yield _spread(list(arm.best_losses.values()), ".3f")
@@ -155,36 +155,38 @@ def _method(sweep: Sweep, grids: Sequence[GridMeasures]) -> Iterator[Block]:
     yield Block("heading", "How it was measured")
     yield Block(
         "text",
-        f"A rate is usable when the final validation loss of every seed is within {sweep.tolerance:g} of the lowest "
-        "mean loss of any arm of the grid; the usable range are the usable rates next to each other around the arm's "
-        "best. LR sensitivity (Wortsman et al., arXiv 2309.14322) is the mean over the rates of min(final loss, loss "
-        "at initialisation) minus the arm's lowest loss, for each seed; it says little where arms mean different "
-        "things by a rate, so read it beside the curve. Numbers in brackets are the range over the seeds.",
+        f"A learning rate is usable if the final validation loss of every seed is within {sweep.tolerance:g} of the "
+        "lowest mean loss of any arm of the grid; the usable range is the contiguous range of usable learning rates "
+        "around the arm's best. LR sensitivity (Wortsman et al., arXiv 2309.14322) is the mean over the learning rates "
+        "of min(final loss, loss at initialisation) minus the arm's lowest loss, for each seed. It is misleading if a "
+        "learning rate means different things for different arms, so read it together with the curve. Values in "
+        "brackets are the range over the seeds.",
     )
     if any(grid.pilot for grid in grids):
         yield Block(
             "text",
-            f"Arms with a pilot had their alpha chosen by its losses, which is more tuning than {sweep.baseline} had.",
+            f"The alpha of arms with a pilot was chosen by its losses, which is more tuning than {sweep.baseline} had.",
         )
     yield Block(
         "text",
-        f"A run counts as diverged, and is stopped, when a loss is not finite, or when the mean training loss of "
-        f"{rule.window} steps exceeds the lower of the first loss and the lowest such mean so far by {rule.margin:g}.",
+        "A run counts as diverged, and is stopped, if its loss or gradients are not finite, or if the mean training "
+        f"loss of {rule.window} steps exceeds the lower of the first loss and the lowest such mean so far by more than "
+        f"{rule.margin:g}.",
     )
     if timing is not None:
         yield Block(
             "text",
-            f"Seconds a step come from {timing.rounds} rounds in which the arms ran {timing.steps} steps each in turn, "
-            "alone, from the weights of their best cell: the mean of a stretch without its first "
+            f"Seconds per step come from {timing.rounds} rounds in which the arms ran {timing.steps} steps each in "
+            "turn, one at a time, from the weights of their best cell: the mean of a stretch without its first "
             f"{timing.skip_steps} steps, and the median over the rounds. Time to a loss is the number of steps at the "
-            "first validation that has it, times these seconds; validations and checkpoints are not counted. The "
-            f"target of each seed is the final loss of {sweep.baseline} with that seed at its best rate, and what "
-            f"{sweep.baseline} itself needs for it counts as 1.",
+            "first validation that reaches it, times these seconds; validations and checkpoints are not counted. The "
+            f"target of each seed is the final loss of {sweep.baseline} with that seed at its best learning rate, and "
+            f"what {sweep.baseline} itself needs to reach it counts as 1.",
         )
 
 
 def results_csv(sweep: Sweep, runs: Sequence[Run]) -> str:
-    """One line a cell; empty where there is no number."""
+    """Returns one line per cell; a value that does not exist or is not finite is empty."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(
@@ -227,7 +229,7 @@ def _or_dash(value: float | None) -> str:
 
 
 def _spread(values: Sequence[float], form: str) -> str:
-    """`4.955 (4.950 to 4.960)`, or one number where both ends look alike."""
+    """Returns `4.955 (4.950 to 4.960)`, or one number if both ends are formatted alike."""
     if not values:
         return "-"
     low, high = format(min(values), form), format(max(values), form)

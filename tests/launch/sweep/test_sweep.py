@@ -123,12 +123,12 @@ def test_a_sweep_that_is_killed_and_stopped_goes_on_and_reports(write_sweep: Wri
     assert timing.keys() == {"small"} and all(0 < value < 10 for value in timing["small"][0].values())
     assert timing["small"][0].keys() == {"none", "quack"} and not (folder / "timing").exists()
     report = (folder / "report/report.md").read_text()
-    assert "none 0.005; quack 0.005" in report.splitlines()[2]
+    assert "0.005 for none; 0.005 for quack" in report.splitlines()[2]
     assert {path.name for path in (folder / "report").iterdir()} >= {"report.html", "results.csv"}
 
     # All is done: only the report is written again. Then other settings are refused for what is there.
     advice = python("-m", "launch.sweep", path, "--recommend")
-    assert "small: quack at a base rate of 0.005 with alpha 0.1" in advice.output
+    assert "small: quack at a base learning rate of 0.005 with alpha 0.1" in advice.output
     changed = write_sweep(tolerance=0.2, overrides={"train.steps": STEPS + 1, "optim": {"grad_clip": 0.0}})
     refused = python("-m", "launch.sweep", changed)
     assert refused.code == 2

@@ -1,4 +1,4 @@
-"""The sentences of a sweep's report claim what made-up results show, and no more."""
+"""The sentences of a sweep's report claim what synthetic results show, and no more."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from matplotlib.figure import Figure
 from launch.sweep.analysis import measure
 from launch.sweep.cells import Cell
 from launch.sweep.figures import draw_losses
+from launch.sweep.findings import describe_grid
 from launch.sweep.measures import GridMeasures, PilotScore
 from launch.sweep.recommend import recommend
 from launch.sweep.report import write_report
 from launch.sweep.results import Run
 from launch.sweep.spec import Sweep
-from launch.sweep.words import describe_grid
 
 RATES = (0.001, 0.01, 0.1)
 Table = dict[str, dict[float, tuple[float, ...]]]  # arm -> rate -> final loss of each seed
@@ -68,100 +68,107 @@ def measured(folder: Path, config: Path, table: Table, overhead: float | None = 
     return sweep, grid
 
 
-def words(folder: Path, config: Path, table: Table, overhead: float | None = None) -> str:
+def findings(folder: Path, config: Path, table: Table, overhead: float | None = None) -> str:
     return describe_grid(measured(folder, config, table, overhead)[1])
 
 
-def test_a_win(tmp_path: Path, tiny_config: Path) -> None:
+def test_a_clear_gain_is_stated(tmp_path: Path, tiny_config: Path) -> None:
     table = {**WIN, "none": {**WIN["none"], 0.001: (4.88, 4.90)}}
-    text = words(tmp_path, tiny_config, table, overhead=0.05)
+    text = findings(tmp_path, tiny_config, table, overhead=0.05)
     assert (
-        "within 0.1 of 4.810, the best of any arm, with every seed): none 0.001; quack 0.1 (100 times, the "
-        "highest tried)." in text
+        "within 0.1 of 4.810, the lowest mean of any arm, for every seed): 0.001 for none; 0.1 for quack (100 times "
+        "that of none, the highest tried)." in text
     )
-    assert "Rates were tried at ratios of 10; highest rates are known no more finely than that" in text
-    assert "each seed taken alone gives 100 times none's" in text
+    assert (
+        "Adjacent learning rates differ by a factor of 10; the highest usable ones are known only to that resolution"
+        in text
+    )
+    assert "For each seed alone, the highest usable learning rate of quack is 100 times that of none." in text
     assert "Best mean final loss of none: 4.890 (seeds 4.880 to 4.900) at 0.001." in text
     assert (
-        "Best mean final loss of quack: 4.810 (seeds 4.800 to 4.820) at 0.01, 0.080 lower than none's, and the ranges "
-        "of the seeds do not overlap." in text
+        "Best mean final loss of quack: 4.810 (seeds 4.800 to 4.820) at 0.01, 0.080 lower than that of none, "
+        "and the ranges of the seeds do not overlap." in text
     )
-    assert "So quack saves seconds" in text
-    assert "Ranges are over 2 seeds, which is no test of significance" in text
-    assert "lie apart by chance one time in 3" in text
+    assert "quack therefore saves" in text and "% of the seconds with each seed" in text
+    assert "Ranges are over 2 seeds, which is not a test of significance" in text
+    assert "are disjoint by chance one time in 3" in text
 
 
-def test_a_win_in_tokens_may_be_lost_in_seconds(tmp_path: Path, tiny_config: Path) -> None:
-    assert "So quack saves tokens" in words(tmp_path, tiny_config, WIN)
-    text = words(tmp_path, tiny_config, WIN, overhead=3.0)
+def test_fewer_tokens_but_more_seconds_is_no_saving(tmp_path: Path, tiny_config: Path) -> None:
+    assert "% of the tokens with each seed" in findings(tmp_path, tiny_config, WIN)
+    text = findings(tmp_path, tiny_config, WIN, overhead=3.0)
     assert "saves" not in text.replace("No arm saves", "")
-    assert "No arm saves seconds: even the soonest, quack, needs more than none." in text
+    assert "No arm saves seconds: even the fastest, quack, needs more than none." in text
 
 
-def test_a_tie_within_the_spread_of_the_seeds(tmp_path: Path, tiny_config: Path) -> None:
+def test_a_difference_within_the_spread_of_the_seeds_is_not_distinguishable(tmp_path: Path, tiny_config: Path) -> None:
     table: Table = {
         "none": {0.001: (5.00, 5.04), 0.01: (5.05, 5.06), 0.1: (6.0, 6.0)},
         "quack": {0.001: (5.20, 5.21), 0.01: (5.01, 5.02), 0.1: (6.0, 6.0)},
     }
-    text = words(tmp_path, tiny_config, table, overhead=0.0)
-    assert "at 0.01, 0.005 lower than none's, but not told apart: the ranges of the seeds overlap." in text
-    assert "none 0.01; quack 0.01. " in text and "is the same as none's: no gain is seen" in text
+    text = findings(tmp_path, tiny_config, table, overhead=0.0)
+    assert "at 0.01, 0.005 lower than that of none, but not distinguishable: the ranges of the seeds overlap." in text
+    assert "0.01 for none; 0.01 for quack. " in text and "is equal to that of none, so no gain is observed" in text
     assert "times" not in text
-    assert "These got to none's best final loss with some seeds only: quack (1 of 2)." in text  # 5.01 is not 5.00
+    assert (
+        "These arms reached the best final loss of none with some seeds only: quack (1 of 2)." in text
+    )  # 5.01 is not 5.00
     assert "saves" not in text
 
 
-def test_a_loss(tmp_path: Path, tiny_config: Path) -> None:
+def test_a_worse_arm_is_reported_as_worse(tmp_path: Path, tiny_config: Path) -> None:
     table = {"none": WIN["quack"], "quack": WIN["none"]}
-    text = words(tmp_path, tiny_config, table, overhead=0.0)
-    assert "none 0.1 (the highest tried); quack no usable one." in text
-    assert "0.200 higher than none's, and the ranges of the seeds do not overlap" in text
-    assert "These got to none's best final loss at no rate: quack." in text
+    text = findings(tmp_path, tiny_config, table, overhead=0.0)
+    assert "0.1 for none (the highest tried); no usable rate for quack." in text
+    assert "0.200 higher than that of none, and the ranges of the seeds do not overlap" in text
+    assert "These arms did not reach the best final loss of none at any learning rate: quack." in text
     assert "saves" not in text and "lower" not in text
 
 
-def test_one_seed_proves_nothing(tmp_path: Path, tiny_config: Path) -> None:
+def test_with_one_seed_nothing_is_known_about_chance(tmp_path: Path, tiny_config: Path) -> None:
     table = {arm: {rate: ends[:1] for rate, ends in by_rate.items()} for arm, by_rate in WIN.items()}
-    text = words(tmp_path, tiny_config, table)
-    assert "with one seed that may be chance" in text
-    assert "There is one seed, so nothing is known about chance." in text
-    assert "each seed taken alone" not in text and "overlap" not in text
+    text = findings(tmp_path, tiny_config, table)
+    assert "which may be chance with a single seed" in text
+    assert "There is only one seed, so nothing is known about chance." in text
+    assert "each seed alone" not in text and "overlap" not in text
 
 
 def test_a_baseline_without_a_usable_rate_gives_no_factor(tmp_path: Path, tiny_config: Path) -> None:
-    text = words(tmp_path, tiny_config, WIN)
-    assert "none no usable one; quack 0.1 (the highest tried)." in text
-    assert "none has no usable rate by that measure (its best mean loss is 5.010, at 0.001)" in text
+    text = findings(tmp_path, tiny_config, WIN)
+    assert "no usable rate for none; 0.1 for quack (the highest tried)." in text
+    assert "none has no usable learning rate by this criterion (its best mean loss is 5.010, at 0.001)" in text
     assert "times" not in text
 
 
 def test_a_baseline_that_is_usable_to_the_top_has_no_limit(tmp_path: Path, tiny_config: Path) -> None:
-    text = words(tmp_path, tiny_config, {"none": WIN["quack"], "quack": WIN["quack"]})
-    assert "none is usable up to the highest rate tried, so these rates show no limit of it." in text
+    text = findings(tmp_path, tiny_config, {"none": WIN["quack"], "quack": WIN["quack"]})
+    assert "none is usable up to the highest learning rate tried, so this grid shows no limit for it." in text
     assert "times" not in text
 
 
-def test_everything_diverged(tmp_path: Path, tiny_config: Path) -> None:
+def test_nothing_is_compared_if_everything_diverged(tmp_path: Path, tiny_config: Path) -> None:
     table = {arm: dict.fromkeys(RATES, (math.inf, 5.0)) for arm in WIN}
     sweep, grid = measured(tmp_path, tiny_config, table, overhead=0.0)
-    assert describe_grid(grid) == "Every arm diverged at every rate with some seed; there is nothing to compare."
+    assert describe_grid(grid) == (
+        "Every arm diverged at every learning rate with at least one seed, so there is nothing to compare."
+    )
     assert "none is recommended" in recommend(sweep, grid)
     write_report(sweep, [grid], make_runs(table))  # without figures
     assert not list(sweep.folder.glob("report/*.png"))
 
 
-def test_missing_cells_are_told(tmp_path: Path, tiny_config: Path) -> None:
+def test_missing_cells_are_counted(tmp_path: Path, tiny_config: Path) -> None:
     sweep = make_sweep(tmp_path, tiny_config, WIN)
     runs = make_runs(WIN)
     (grid,) = measure(sweep, [replace(runs[0], state="failed"), *runs[1:]], {})
     text = describe_grid(grid)
-    assert "Some cells have no result (1 of none); all of this leaves them out." in text
-    assert "with every seed that has a result)" in text
+    assert "Cells without a result are excluded throughout (1 of none)." in text
+    assert "for every seed that has a result)" in text
     # What is left of none at its best rate is one seed, which has no range.
-    assert "0.210 lower than none's; with one seed that may be chance." in text
+    assert "0.210 lower than that of none, which may be chance with a single seed." in text
     assert not grid.arms["none"].sensitivity.keys() & {0}
     (grid,) = measure(sweep, [replace(run, state="waiting") for run in runs], {})
-    assert describe_grid(grid) == "No run has ended yet; there is nothing to compare."
+    assert describe_grid(grid) == "No run has ended yet, so there is nothing to compare."
 
 
 @pytest.mark.parametrize("arm", ["none", "quack"])
@@ -169,13 +176,11 @@ def test_an_arm_without_results_did_not_diverge(tmp_path: Path, tiny_config: Pat
     runs = [replace(run, state="waiting") if run.cell.arm == arm else run for run in make_runs(WIN)]
     (grid,) = measure(make_sweep(tmp_path, tiny_config, WIN), runs, {})
     text = describe_grid(grid)
-    assert f"{arm} no result" in text and f"{arm} has no result." in text and f"(6 of {arm})" in text
-    assert "diverged" not in text and "at no rate" not in text and "times" not in text
+    assert f"no result for {arm}" in text and f"{arm} has no result." in text and f"(6 of {arm})" in text
+    assert "diverged" not in text and "did not reach" not in text and "times" not in text
 
 
-def test_an_arm_that_diverged_everywhere_is_told_apart_from_one_that_lost_a_seed(
-    tmp_path: Path, tiny_config: Path
-) -> None:
+def test_an_arm_that_diverged_everywhere_differs_from_one_that_lost_a_seed(tmp_path: Path, tiny_config: Path) -> None:
     table: Table = {
         "none": dict.fromkeys(RATES, (math.inf, math.inf)),
         "quack": WIN["quack"],
@@ -183,33 +188,36 @@ def test_an_arm_that_diverged_everywhere_is_told_apart_from_one_that_lost_a_seed
     }
     _, grid = measured(tmp_path, tiny_config, table, overhead=0.0)
     text = describe_grid(grid)
-    assert "none diverged at every rate; norm diverged at every rate with some seed." in text
-    assert "so there is no factor to state" in text and "none has no best loss, so no time to it is stated." in text
+    assert "none diverged at every learning rate; norm diverged at every learning rate with at least one seed." in text
+    assert "so no factor can be stated" in text and "none has no best loss, so no time to reach it is stated." in text
     assert grid.arms["none"].sensitivity == {} and grid.arms["norm"].sensitivity.keys() == {1}
 
 
-def test_a_hole_below_the_highest_usable_rate_is_told(tmp_path: Path, tiny_config: Path) -> None:
+def test_an_unusable_rate_below_the_highest_usable_one_is_reported(tmp_path: Path, tiny_config: Path) -> None:
     table: Table = {
         "none": {0.001: (4.85, 4.86), 0.01: (6.0, 6.0), 0.1: (6.0, 6.0)},
         "quack": {0.001: (4.8, 4.8), 0.01: (6.0, 6.0), 0.1: (4.85, 4.86)},
     }
-    text = words(tmp_path, tiny_config, table)
-    assert "quack 0.1 (100 times, the highest tried). But quack is not usable at every lower one: not at 0.01." in text
+    text = findings(tmp_path, tiny_config, table)
+    assert (
+        "0.1 for quack (100 times that of none, the highest tried). However, quack is not usable at every lower "
+        "learning rate: it is not usable at 0.01." in text
+    )
 
 
-def test_a_saving_within_the_noise_of_its_timing_is_none(tmp_path: Path, tiny_config: Path) -> None:
+def test_a_saving_within_the_noise_of_its_timing_is_not_claimed(tmp_path: Path, tiny_config: Path) -> None:
     sweep = make_sweep(tmp_path, tiny_config, WIN)
     steady, noisy = [{"none": 1.0, "quack": 1.1}] * 3, [{"none": 1.0, "quack": 1.0 + extra} for extra in (-1, 0.1, 3)]
     noisy[0]["quack"] = 0.5
     texts = [describe_grid(measure(sweep, make_runs(WIN), {"g": rounds})[0]) for rounds in (steady, noisy)]
-    assert "So quack saves seconds" in texts[0] and "No saving of seconds is shown" in texts[1]
+    assert "% of the seconds with each seed" in texts[0] and "No saving of seconds is shown" in texts[1]
 
 
 def test_the_advice_names_rate_alpha_and_margin(tmp_path: Path, tiny_config: Path) -> None:
     text = recommend(*measured(tmp_path, tiny_config, WIN))
-    assert "g: quack at a base rate of 0.01 with alpha 0.1, final validation loss 4.810." in text
-    assert "the rate may rise 10 times, the highest rate tried" in text
-    assert "Beside none at its best, 5.010 at 0.001, its loss is 0.200 lower than none's, and the ranges" in text
+    assert "g: quack at a base learning rate of 0.01 with alpha 0.1, final validation loss 4.810." in text
+    assert "the learning rate may be raised 10 times, up to the highest tried" in text
+    assert "Compared with none at its best, 5.010 at 0.001: 0.200 lower than that of none, and the ranges" in text
     advice = yaml.safe_load(text.partition("\n\n")[2])
     assert advice == {"optim": {"lr": 0.01}, "qk_control": {"policy": "quack", "alpha": 0.1}}
 
@@ -219,7 +227,7 @@ def test_the_advice_compares_alphas_by_what_the_pilot_chose_by(tmp_path: Path, t
     scores = {0.1: PilotScore(4.82, 4.9), 0.3: PilotScore(4.8, 5.2)}
     arms = {**grid.arms, "quack": replace(grid.arms["quack"], alpha=0.1)}
     text = recommend(sweep, replace(grid, arms=arms, pilot={"quack": scores}))
-    assert "lowest and mean loss over its rates against the chosen one's: 0.3: -0.020 and +0.300. It is at" in text
+    assert "over its learning rates minus those of the chosen: 0.3: -0.020 and +0.300. The chosen alpha is at" in text
 
 
 def test_the_advice_says_what_is_better_and_where_the_edge_is(tmp_path: Path, tiny_config: Path) -> None:
@@ -229,8 +237,10 @@ def test_the_advice_says_what_is_better_and_where_the_edge_is(tmp_path: Path, ti
         "norm": {0.001: (5.00, 5.00), 0.01: (4.85, 4.86), 0.1: (4.85, 4.95)},
     }
     text = recommend(*measured(tmp_path, tiny_config, table))
-    assert "Margin: none on this grid, since the next higher rate is not usable; usable from 0.01 to 0.01" in text
-    assert "Beside norm at its best, 4.855 at 0.01, its loss is 0.055 higher than norm's, and the ranges" in text
+    assert (
+        "Margin: none on this grid, since the next higher learning rate is not usable; usable from 0.01 to 0.01" in text
+    )
+    assert "Compared with norm at its best, 4.855 at 0.01: 0.055 higher than that of norm, and the ranges" in text
 
 
 def test_the_advice_holds_every_key_of_the_arm(tmp_path: Path, tiny_config: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a sweep has found, in words made from its numbers: they say no more than the numbers show."""
+"""The findings of a sweep in sentences generated from its measures: they claim no more than the numbers show."""
 
 from __future__ import annotations
 
@@ -9,69 +9,72 @@ from launch.sweep.measures import ArmMeasures, GridMeasures, mean
 
 
 def describe_grid(grid: GridMeasures) -> str:
-    """The paragraph about one grid."""
+    """Returns the paragraph about one grid."""
     return " ".join(_sentences(grid))
 
 
 def _sentences(grid: GridMeasures) -> Iterator[str]:
     if not any(arm.losses for arm in grid.arms.values()):
-        yield "No run has ended yet; there is nothing to compare."
+        yield "No run has ended yet, so there is nothing to compare."
         return
     if math.isinf(grid.limit):
-        some = " with some seed" if len(grid.seeds) > 1 else ""
-        yield f"Every arm diverged at every rate{some}; there is nothing to compare."
+        seeds = " with at least one seed" if len(grid.seeds) > 1 else ""
+        yield f"Every arm diverged at every learning rate{seeds}, so there is nothing to compare."
     else:
-        yield from _about_range(grid)
-        yield from _about_loss(grid)
-        yield from _about_time(grid)
+        yield from _range_sentences(grid)
+        yield from _loss_sentences(grid)
+        yield from _time_sentences(grid)
     incomplete = [arm for arm in grid.arms.values() if arm.num_missing]
     if incomplete:
         missing = ", ".join(f"{arm.num_missing} of {arm.arm}" for arm in incomplete)
-        yield f"Some cells have no result ({missing}); all of this leaves them out."
+        yield f"Cells without a result are excluded throughout ({missing})."
     if math.isfinite(grid.limit):
-        yield _about_seeds(grid)
+        yield _seed_sentence(grid)
 
 
-def _about_range(grid: GridMeasures) -> Iterator[str]:
+def _range_sentences(grid: GridMeasures) -> Iterator[str]:
     best = grid.best_arm
-    listed = "; ".join(f"{name} {_highest(grid, arm)}" for name, arm in grid.arms.items())
+    listed = "; ".join(_highest(grid, arm) for arm in grid.arms.values())
     is_complete = not any(arm.num_missing for arm in grid.arms.values())
-    which = "every seed" if is_complete else "every seed that has a result"
-    seeds = f"with {which if len(grid.seeds) > 1 else 'its one seed'}"
+    every = "for every seed" if is_complete else "for every seed that has a result"
+    seeds = every if len(grid.seeds) > 1 else "with a single seed"
     yield (
         f"Highest usable learning rate (final validation loss within {grid.tolerance:g} of {best.best_mean:.3f}, the "
-        f"best of any arm, {seeds}): {listed}."
+        f"lowest mean of any arm, {seeds}): {listed}."
     )
     for arm in grid.arms.values():
         if arm.gaps:
             unusable = ", ".join(f"{rate:g}" for rate in arm.gaps)
-            yield f"But {arm.arm} is not usable at every lower one: not at {unusable}."
+            yield f"However, {arm.arm} is not usable at every lower learning rate: it is not usable at {unusable}."
     base = grid.arms[grid.baseline]
     others = [arm for arm in grid.others if arm.highest is not None]
     if base.highest is None and base.losses:
         own = (
             f"its best mean loss is {base.best_mean:.3f}, at {base.best_rate:g}"
             if base.best_rate is not None
-            else _without_loss(base)
+            else f"it {_without_loss(base)}"
         )
-        yield f"{grid.baseline} has no usable rate by that measure ({own}), so there is no factor to state."
+        yield f"{grid.baseline} has no usable learning rate by this criterion ({own}), so no factor can be stated."
     if base.highest is None or not others:
         return
     widest = max(others, key=lambda arm: (arm.highest or 0.0, -arm.best_mean))
     assert widest.highest is not None
     factor = widest.highest / base.highest
     if base.highest == grid.rates[-1]:
-        yield f"{grid.baseline} is usable up to the highest rate tried, so these rates show no limit of it."
+        yield f"{grid.baseline} is usable up to the highest learning rate tried, so this grid shows no limit for it."
     elif factor > 1:
         yield from _range_by_seed(grid, widest, base)
     else:
-        how = "the same as" if factor == 1 else "lower than"
-        yield f"The highest among the other arms, that of {widest.arm}, is {how} {grid.baseline}'s: no gain is seen."
+        how = "equal to" if factor == 1 else "lower than"
+        yield (
+            f"The highest of the other arms, that of {widest.arm}, is {how} that of {grid.baseline}, so no gain is "
+            "observed."
+        )
     if len(grid.rates) > 1:
         steps = [high / low for low, high in zip(grid.rates, grid.rates[1:], strict=False)]
         yield (
-            f"Rates were tried at ratios of {_span(steps, '.2g')}; highest rates are known no more finely than that, "
-            "so the factor between two of them may in truth be smaller or larger by as much."
+            f"Adjacent learning rates differ by a factor of {_span(steps, '.2g')}; the highest usable ones are known "
+            "only to that resolution, so the true ratio of two of them may be smaller or larger by as much."
         )
 
 
@@ -81,10 +84,13 @@ def _range_by_seed(grid: GridMeasures, widest: ArmMeasures, base: ArmMeasures) -
     pairs = [(widest.highest_by_seed.get(seed), base.highest_by_seed.get(seed)) for seed in grid.seeds]
     factors = [mine / theirs for mine, theirs in pairs if mine is not None and theirs is not None]
     if len(factors) == len(grid.seeds):
-        yield f"For {widest.arm}, each seed taken alone gives {_span(factors, '.3g')} times {grid.baseline}'s."
+        yield (
+            f"For each seed alone, the highest usable learning rate of {widest.arm} is {_span(factors, '.3g')} times "
+            f"that of {grid.baseline}."
+        )
 
 
-def _about_loss(grid: GridMeasures) -> Iterator[str]:
+def _loss_sentences(grid: GridMeasures) -> Iterator[str]:
     base = grid.arms[grid.baseline]
     broken = [f"{arm.arm} {_without_loss(arm)}" for arm in grid.arms.values() if arm.best_rate is None]
     if broken:
@@ -95,112 +101,115 @@ def _about_loss(grid: GridMeasures) -> Iterator[str]:
     if not others:
         return
     lowest = min(others, key=lambda arm: arm.best_mean)
-    several = f"The lowest of the {len(others)} other arms is that" if len(others) > 1 else "Best mean final loss"
-    beside = f", {compare(lowest, base)}" if base.best_rate is not None else ""
-    yield f"{several} of {lowest.arm}: {_best(lowest)}{beside}."
+    subject = f"The lowest of the {len(others)} other arms is that" if len(others) > 1 else "Best mean final loss"
+    comparison = f", {compare(lowest, base)}" if base.best_rate is not None else ""
+    yield f"{subject} of {lowest.arm}: {_best(lowest)}{comparison}."
 
 
 def compare(arm: ArmMeasures, other: ArmMeasures) -> str:
-    """How the best mean loss of an arm lies to another's, and what the seeds say about that. Both have one."""
+    """Compares the best mean losses of two arms, and says whether the seeds support the difference.
+
+    Both arms must have a best loss.
+    """
     mine, theirs = arm.best_losses.values(), other.best_losses.values()
     difference = f"{abs(arm.best_mean - other.best_mean):.3f}"
     if float(difference) == 0:
-        return f"the same as {other.arm}'s to three decimals"
-    size = f"{difference} {'lower' if arm.best_mean < other.best_mean else 'higher'} than {other.arm}'s"
+        return f"equal to that of {other.arm} to three decimals"
+    size = f"{difference} {'lower' if arm.best_mean < other.best_mean else 'higher'} than that of {other.arm}"
     if min(len(mine), len(theirs)) == 1:
-        return f"{size}; with one seed that may be chance"
+        return f"{size}, which may be chance with a single seed"
     if overlap(mine, theirs):
-        return f"{size}, but not told apart: the ranges of the seeds overlap"
+        return f"{size}, but not distinguishable: the ranges of the seeds overlap"
     return f"{size}, and the ranges of the seeds do not overlap"
 
 
-def _about_time(grid: GridMeasures) -> Iterator[str]:
+def _time_sentences(grid: GridMeasures) -> Iterator[str]:
     base = grid.arms[grid.baseline]
     if base.best_rate is None:
         if grid.others:
-            yield f"{grid.baseline} has no best loss, so no time to it is stated."
+            yield f"{grid.baseline} has no best loss, so no time to reach it is stated."
         return
     there = [arm for arm in grid.others if arm.reach is not None and len(arm.reach.tokens) == arm.reach.num_seeds]
     partly = [arm for arm in grid.others if arm.reach is not None and arm not in there]
-    goal = f"{grid.baseline}'s best final loss"
+    goal = f"the best final loss of {grid.baseline}"
     if there:
         listed = "; ".join(f"{arm.arm} {_reach(arm)}" for arm in there)
-        yield f"To get to {goal}, as a fraction of what {grid.baseline} itself needs for it: {listed}."
-        yield from _verdict(grid, there)
+        yield f"To reach {goal}, as a fraction of what {grid.baseline} itself needs: {listed}."
+        yield from _saving(grid, there)
     if partly:
         listed = ", ".join(
             f"{arm.arm} ({len(arm.reach.tokens)} of {arm.reach.num_seeds})" for arm in partly if arm.reach
         )
-        yield f"These got to {goal} with some seeds only: {listed}."
+        yield f"These arms reached {goal} with some seeds only: {listed}."
     rest = [arm.arm for arm in grid.others if arm.reach is None and arm.losses]
     if rest:
-        yield f"These got to {goal} at no rate: {', '.join(rest)}."
+        yield f"These arms did not reach {goal} at any learning rate: {', '.join(rest)}."
 
 
-def _verdict(grid: GridMeasures, there: Sequence[ArmMeasures]) -> Iterator[str]:
-    """Whether the soonest arm saves anything."""
+def _saving(grid: GridMeasures, there: Sequence[ArmMeasures]) -> Iterator[str]:
+    """Says whether the fastest arm saves anything."""
 
     def ratios(arm: ArmMeasures) -> Collection[float]:
         assert arm.reach is not None
         return (arm.reach.seconds or arm.reach.tokens).values()
 
-    soonest = min(there, key=lambda arm: mean(ratios(arm)))
-    assert soonest.reach is not None
-    found, share = ratios(soonest), soonest.reach.spacing
+    fastest = min(there, key=lambda arm: mean(ratios(arm)))
+    assert fastest.reach is not None
+    found, share = ratios(fastest), fastest.reach.spacing
     what, doubt = "tokens", f"the spacing of the validations ({100 * share:.2g} % of what {grid.baseline} needs)"
-    fastest = slowest = 1.0
-    if soonest.reach.seconds and soonest.pace is not None:
+    low = high = 1.0
+    if fastest.reach.seconds and fastest.pace is not None:
         what, doubt = "seconds", f"{doubt} and the range of its timing"
-        fastest, slowest = ((1 + end) / (1 + soonest.pace.overhead) for end in (soonest.pace.low, soonest.pace.high))
-    if max(found) * slowest < 1 - share:
+        low, high = ((1 + end) / (1 + fastest.pace.overhead) for end in (fastest.pace.low, fastest.pace.high))
+    if max(found) * high < 1 - share:
         yield (
-            f"So {soonest.arm} saves {what}, {_span([100 * (1 - value) for value in found], '.0f')} % with "
-            f"{'each seed' if len(found) > 1 else 'the one seed'}, which is more than {doubt} could make up."
+            f"{fastest.arm} therefore saves {_span([100 * (1 - value) for value in found], '.0f')} % of the {what} "
+            f"with {'each seed' if len(found) > 1 else 'the single seed'}, more than {doubt} could account for."
         )
-    elif min(found) * fastest > 1 + share:
-        yield f"No arm saves {what}: even the soonest, {soonest.arm}, needs more than {grid.baseline}."
+    elif min(found) * low > 1 + share:
+        yield f"No arm saves {what}: even the fastest, {fastest.arm}, needs more than {grid.baseline}."
     else:
         yield (
-            f"No saving of {what} is shown: the soonest, {soonest.arm}, is not ahead with every seed by more than "
-            f"{doubt} could make up."
+            f"No saving of {what} is shown: the fastest arm, {fastest.arm}, is not ahead with every seed by more than "
+            f"{doubt} could account for."
         )
 
 
-def _about_seeds(grid: GridMeasures) -> str:
+def _seed_sentence(grid: GridMeasures) -> str:
     if len(grid.seeds) == 1:
-        return "There is one seed, so nothing is known about chance."
+        return "There is only one seed, so nothing is known about chance."
     alike = math.comb(2 * len(grid.seeds), len(grid.seeds)) // 2
     return (
-        f"Ranges are over {len(grid.seeds)} seeds, which is no test of significance: those of two equal arms lie apart "
-        f"by chance one time in {alike}, and those of the best of several arms more often."
+        f"Ranges are over {len(grid.seeds)} seeds, which is not a test of significance: the ranges of two equal arms "
+        f"are disjoint by chance one time in {alike}, and more often if one arm is the best of several."
     )
 
 
 def overlap(first: Collection[float], second: Collection[float]) -> bool:
-    """Whether the ranges of two groups of numbers overlap."""
+    """Returns whether the ranges of two groups of numbers overlap."""
     return min(first) <= max(second) and min(second) <= max(first)
 
 
 def _highest(grid: GridMeasures, arm: ArmMeasures) -> str:
-    """The highest usable rate, and how many times the baseline's that is, if it is higher."""
+    """Returns the highest usable rate, and its ratio to the baseline's if it is higher."""
     base, top = grid.arms[grid.baseline].highest, grid.rates[-1]
     if arm.highest is None:
-        return "no usable one" if arm.losses else "no result"
+        return f"no usable rate for {arm.arm}" if arm.losses else f"no result for {arm.arm}"
     notes = []
     if base is not None and arm.highest > base:
-        notes.append(f"{arm.highest / base:.3g} times")
+        notes.append(f"{arm.highest / base:.3g} times that of {grid.baseline}")
     if arm.highest == top and len(grid.rates) > 1:
         notes.append("the highest tried")
-    return f"{arm.highest:g}" + (f" ({', '.join(notes)})" if notes else "")
+    return f"{arm.highest:g} for {arm.arm}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _without_loss(arm: ArmMeasures) -> str:
-    """Why an arm has no best loss."""
+    """Says why an arm has no best loss."""
     if not arm.losses:
         return "has no result"
     is_every = all(math.isinf(loss) for by_seed in arm.losses.values() for loss in by_seed.values())
     known = " that has a result" if arm.num_missing else ""
-    return f"diverged at every rate{known}{'' if is_every else ' with some seed'}"
+    return f"diverged at every learning rate{known}{'' if is_every else ' with at least one seed'}"
 
 
 def _best(arm: ArmMeasures) -> str:
@@ -223,6 +232,6 @@ def _ratio(by_seed: Mapping[int, float]) -> str:
 
 
 def _span(values: Collection[float], form: str) -> str:
-    """`0.70 to 0.74`, or one number where both ends look alike."""
+    """Returns `0.70 to 0.74`, or one number if both ends are formatted alike."""
     low, high = format(min(values), form), format(max(values), form)
     return low if low == high else f"{low} to {high}"
