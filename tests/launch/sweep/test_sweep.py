@@ -230,7 +230,7 @@ def test_faults_of_the_cells(write_sweep: WriteSweep, tmp_path: Path) -> None:
     assert [f"2 cells have the folder {folder / f'a-{arm}-lr0.1-s0'}" for arm in arms] == problems[:3]
     assert "arms.quack: qk_control.polcy: unknown key; did you mean qk_control.policy?" in problems
     assert sum("polcy" in problem for problem in problems) == 1
-    (clash,) = [problem for problem in problems if "model.attention.qk_norm takes away" in problem]
+    (clash,) = [problem for problem in problems if "has no effect with model.attention.qk_norm" in problem]
     assert clash.startswith("cell b-norm-lr0.1-s0: qk_control.clip_threshold: ")
     assert any(f"timing.steps: {STEPS + 1} is beyond train.steps={STEPS}" in problem for problem in problems)
 
