@@ -112,6 +112,7 @@ def test_bf16_is_close_to_fp32(make_model, batch, keys):
     torch.testing.assert_close(found, expected, rtol=5e-3, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 def test_compiled_blocks_match_eager_without_recompiling_for_new_documents(make_model, batch):
     model = make_model()
@@ -208,6 +209,7 @@ def test_flex_attention_matches_the_formula(softcap, has_sink, compiled):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize(("softcap", "has_sink"), [(None, False), (1.5, True)])
 @torch.no_grad()

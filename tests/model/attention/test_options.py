@@ -104,6 +104,7 @@ def test_activation_checkpointing_gives_identical_loss_and_gradients(make_model,
         assert torch.equal(checkpointed_gradients[name], gradient), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SINGLE_AND_ALL, ids=option_names)
 @pytest.mark.parametrize("keys", [KINDS["gqa"], {**KINDS["mla"], "activation_checkpointing": True}], ids=["gqa", "mla"])
 def test_compiled_blocks_match_eager(make_model, batch, keys, options):
