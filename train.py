@@ -16,7 +16,7 @@ from configs.load import load_config
 from configs.schema import Config
 from data.errors import DataError
 from launch.distributed.topology import Topology, detect_topology
-from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, RunError, SharedError
+from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_USAGE, INTERRUPTED, RunError, SharedError
 from launch.process.rank_status import RankOutcome, find_watched_parents, rank_text, register_rank, report_outcome
 from launch.process.stop import StopRequest
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RunError, DataError, OSError) as error:
         return fail(EXIT_FAILURE, f"rank {rank_text(os.environ)}: {error}")
     except KeyboardInterrupt:
-        return fail(EXIT_FAILURE, "interrupted; the run can resume from its last checkpoint", when=is_main)
+        return fail(EXIT_FAILURE, INTERRUPTED, when=is_main)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

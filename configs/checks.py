@@ -152,7 +152,7 @@ def _step_problems(config: Config) -> Iterator[Problem]:
     for beta in optim.betas:
         if not 0 <= beta < 1:
             yield Problem(("optim.betas",), f"{beta} is not in [0, 1)")
-    if train.profile and train.profile.start_step + train.profile.steps > (train.last_step):
+    if train.profile and train.profile.start_step + train.profile.steps > train.last_step:
         yield Problem(
             ("train.profile", "train.steps", "train.stop_step"),
             f"steps {train.profile.start_step} to {train.profile.start_step + train.profile.steps} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import shutil
 import signal
 import sys
@@ -11,10 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize, TypeAdapter
 
 from configs.errors import ConfigError
 from launch.errors import EXIT_DONE, EXIT_FAILURE, RunError
+
+_SIZE = re.compile(r"\d+(\.\d+)? ?([KMGT]i?)?B?", re.IGNORECASE | re.ASCII)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +42,9 @@ def byte_size(text: str) -> int:
     Raises:
         ValueError: The text is not a size, or less than one byte.
     """
-    try:
+    num_bytes = 0
+    if _SIZE.fullmatch(text.strip()):  # ByteSize itself ignores what follows a size: "5,000MB" would be 5 bytes
         num_bytes = int(TypeAdapter(ByteSize).validate_python(text.strip()))
-    except ValidationError:
-        num_bytes = 0
     if num_bytes < 1:
         raise ValueError(f"{text!r} is not a size; expected e.g. 5GB or 500MB")
     return num_bytes

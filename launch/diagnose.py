@@ -20,9 +20,13 @@ from launch.diagnosis import LENGTHS, SET_SIZES
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit code."""
     options = parse_arguments(arguments)
-    from launch.diagnosis.analysis import diagnose  # imports torch
 
-    return run_command(lambda: diagnose(options))
+    def run() -> None:
+        from launch.diagnosis.analysis import diagnose  # imports torch
+
+        diagnose(options)
+
+    return run_command(run)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

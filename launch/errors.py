@@ -8,6 +8,9 @@ EXIT_USAGE = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request after a checkpoint; the same command continues
 
 
+INTERRUPTED = "interrupted; the run can continue from its last checkpoint"
+
+
 class RunError(RuntimeError):
     """An error that a user can understand and fix, as one readable line."""
 

@@ -23,9 +23,13 @@ from launch.inference import DEFAULT_BATCH_TOKENS
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     options = parse_arguments(arguments)
-    from launch.inference.evaluation import print_evaluation  # imports torch
 
-    return run_command(lambda: print_evaluation(options))
+    def run() -> None:
+        from launch.inference.evaluation import print_evaluation  # imports torch
+
+        print_evaluation(options)
+
+    return run_command(run)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -14,9 +14,13 @@ from launch.hf import DTYPES
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     options = parse_arguments(arguments)
-    from launch.hf.export import export  # imports torch
 
-    return run_command(lambda: export(options.checkpoint, options.out, options.dtype, options.max_shard_size))
+    def run() -> None:
+        from launch.hf.export import export  # imports torch
+
+        export(options.checkpoint, options.out, options.dtype, options.max_shard_size)
+
+    return run_command(run)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

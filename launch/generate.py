@@ -14,9 +14,13 @@ from launch.inference import DEFAULT_NEW_TOKENS
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     options = parse_arguments(arguments)
-    from launch.inference.continuation import print_continuation  # imports torch
 
-    return run_command(lambda: print_continuation(options))
+    def run() -> None:
+        from launch.inference.continuation import print_continuation  # imports torch
+
+        print_continuation(options)
+
+    return run_command(run)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

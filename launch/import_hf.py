@@ -13,9 +13,13 @@ from launch.cli import run_command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     options = parse_arguments(arguments)
-    from launch.hf.import_model import import_model  # imports torch
 
-    return run_command(lambda: import_model(options.path, options.out))
+    def run() -> None:
+        from launch.hf.import_model import import_model  # imports torch
+
+        import_model(options.path, options.out)
+
+    return run_command(run)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

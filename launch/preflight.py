@@ -25,12 +25,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs all checks together with the other ranks. Returns the exit code."""
     options = parse_arguments(arguments)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # otherwise torch logs every connection attempt
-    from launch.preflight_checks.run import check  # imports torch
-
     is_first = True
     try:
         topology = detect_topology(os.environ, options.local_rank)
         is_first = topology.local_rank == 0
+        from launch.preflight_checks.run import check  # imports torch
+
         return check(topology, options.config, options.overrides, options.timeout)
     except RunError as error:
         if is_first:

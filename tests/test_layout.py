@@ -29,9 +29,9 @@ def names(path: Path) -> str:
 
 
 def may_know_ranks(path: Path) -> bool:
-    """Whether a module may use process groups: some packages of launch/, and its commands."""
+    """Whether a module may use process groups: some packages of launch/."""
     top, *rest = path.relative_to(ROOT).parts
-    return top == "launch" and (len(rest) == 1 or rest[0] in DISTRIBUTED)
+    return top == "launch" and rest[0] in DISTRIBUTED
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if not may_know_ranks(path)], ids=names)

@@ -37,6 +37,7 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 CONFIG = "config.yaml"
 MASTER = "master"
+POLICY_PREFIX = "policy/"  # of a query/key policy's tensors in rank 0's file
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from launch.checkpoint.files import (
     MASTER,
+    POLICY_PREFIX,
     CheckpointReader,
     parameter_mismatches,
 )
-from launch.checkpoint.save import POLICY_PREFIX
 from launch.distributed.collective import on_all_ranks
 from launch.engine.engine import Engine
 from launch.errors import RunError

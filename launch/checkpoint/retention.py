@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from configs.schema import CheckpointConfig
-from launch.run_folder.checkpoints import PARTIAL_SUFFIX, SUPERSEDED_SUFFIX, list_checkpoints
+from launch.run_folder.checkpoints import PARTIAL_SUFFIX, SUPERSEDED_SUFFIX, list_checkpoints, partial_path
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def prune_checkpoints(checkpoints: Path, config: CheckpointConfig) -> None:
 
 def delete_checkpoint(checkpoint: Path) -> None:
     """Deletes a checkpoint. Renames it first, so that a kill never leaves half a checkpoint under its final name."""
-    renamed = checkpoint.with_name(checkpoint.name + ".old" + PARTIAL_SUFFIX)
+    renamed = partial_path(checkpoint.with_name(checkpoint.name + ".old"))
     checkpoint.rename(renamed)
     shutil.rmtree(renamed)
 

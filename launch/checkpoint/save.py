@@ -18,6 +18,7 @@ from launch.checkpoint.files import (
     CONFIG,
     MANIFEST,
     MASTER,
+    POLICY_PREFIX,
     STATE,
     TrainingState,
     file_entry,
@@ -31,11 +32,9 @@ from launch.distributed.collective import on_all_ranks, on_main_rank, share
 from launch.distributed.shards import Shard
 from launch.engine.engine import Engine
 from launch.errors import RunError, SharedError
-from launch.run_folder.checkpoints import PARTIAL_SUFFIX, checkpoint_path
+from launch.run_folder.checkpoints import checkpoint_path, partial_path
 
 log = logging.getLogger(__name__)
-
-POLICY_PREFIX = "policy/"  # of a query/key policy's tensors in rank 0's file
 
 
 def save_checkpoint(
@@ -48,7 +47,7 @@ def save_checkpoint(
             checkpoints are untouched.
     """
     final = checkpoint_path(checkpoints, state.step)
-    partial = final.with_name(final.name + PARTIAL_SUFFIX)
+    partial = partial_path(final)
     try:
         on_main_rank(lambda: _make_empty(partial))
         entries = share(on_all_ranks(lambda: _write_files(partial, engine, config, state, tokenizer)))

@@ -18,7 +18,6 @@ STAGES = (0, 1, 2, 3)
 USABLE_FRACTION = 0.9  # of a GPU's memory; the rest is for fragmentation and what the plan omits
 _MAX_RANKS = 1 << 16
 _MAX_MICRO_BATCH_SIZE = 64  # larger micro-batches are not faster
-_MIN_MEMORY_BYTES = 10**6  # anything smaller is probably a number without its unit
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,12 @@ def parse_gpu_memory(text: str) -> GpuMemory:
     Raises:
         ConfigError: It is not a size.
     """
+    if not text.endswith(("GB", "GiB")):
+        raise ConfigError([f"--gpu-memory: {text!r} is not a memory size; expected e.g. 80GB or 80GiB"])
     try:
         num_bytes = byte_size(text)
     except ValueError:
-        num_bytes = 0
-    if num_bytes < _MIN_MEMORY_BYTES:
-        raise ConfigError([f"--gpu-memory: {text!r} is not a memory size; expected e.g. 80GB or 80GiB"])
+        raise ConfigError([f"--gpu-memory: {text!r} is not a memory size; expected e.g. 80GB or 80GiB"]) from None
     return GpuMemory(float(num_bytes), "--gpu-memory")
 
 

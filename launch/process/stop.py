@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import psutil
 
-from launch.errors import EXIT_FAILURE, EXIT_STOPPED
+from launch.errors import EXIT_FAILURE, EXIT_STOPPED, INTERRUPTED
 from launch.process.rank_status import RankOutcome, is_alive, rank_text, report_outcome
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class StopRequest:
         if not self._is_training:
             _exit_now(RankOutcome(EXIT_STOPPED, f"stopped by {name} before the first step; there is nothing to save"))
         if number == signal.SIGINT and signal.SIGINT in self._signals:
-            _exit_now(RankOutcome(EXIT_FAILURE, "interrupted; the run can continue from its last checkpoint"))
+            _exit_now(RankOutcome(EXIT_FAILURE, INTERRUPTED))
         if not self._signals:
             log.info("%s: stopping after a checkpoint", name)
         self._signals.append(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from filelock import FileLock, Timeout
 
 from launch.errors import RunError
 from launch.run_folder.folder import RunFolder, is_own_file
+
+# What locking fails with on a file system without locks.
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class LockedError(Exception):
@@ -26,6 +30,7 @@ def file_lock(path: Path, timeout_seconds: float = 0.0) -> Iterator[None]:
 
     Raises:
         LockedError: Another process has held the lock for longer than the timeout.
+        OSError: The lock file cannot be opened.
     """
     lock = FileLock(path, mode=0o644, on_acquired=_write_holder, preserve_lock_file=True)
     with contextlib.ExitStack() as stack:
@@ -33,8 +38,11 @@ def file_lock(path: Path, timeout_seconds: float = 0.0) -> Iterator[None]:
             stack.enter_context(lock.acquire(timeout=timeout_seconds))
         except Timeout:
             raise LockedError(path.read_text(encoding="utf-8", errors="replace").strip()) from None
-        except (NotImplementedError, OSError):
-            pass  # a file system without locks
+        except NotImplementedError:
+            pass
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
         yield
 
 
@@ -65,6 +73,8 @@ class FolderLock:
             self._held.enter_context(file_lock(self._folder.lock))
         except LockedError as error:
             raise RunError(f"{path}: another run is training in it ({error}); choose another run.name") from None
+        except OSError as error:
+            raise RunError(f"{self._folder.lock}: cannot be locked: {error}") from None
 
     def close(self) -> None:
         """Releases the lock."""
@@ -72,5 +82,6 @@ class FolderLock:
 
 
 def _write_holder(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode(), 0)
+    with contextlib.suppress(OSError):  # the name is for people; a full disk must not cost the lock
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode(), 0)

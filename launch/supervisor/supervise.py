@@ -8,7 +8,7 @@ from typing import Protocol
 
 from configs.resume import restart_arguments
 from configs.schema import Config
-from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE
+from launch.errors import EXIT_DONE, EXIT_FAILURE, EXIT_STOPPED, EXIT_USAGE, INTERRUPTED
 from launch.run_folder.checkpoints import newest_checkpoint
 from launch.run_folder.folder import RunFolder
 from launch.run_folder.observe import done_step
@@ -17,7 +17,6 @@ from launch.supervisor.requests import Requests, log_event, write_line
 
 FIRST_BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 60.0
-INTERRUPTED = "interrupted; the run can continue from its last checkpoint"
 
 
 class RunningAttempt(Protocol):

@@ -53,6 +53,12 @@ def test_numbers_are_parsed_or_refused_with_their_text(
         assert str(refused.value).startswith(repr(text))
 
 
+@pytest.mark.parametrize("text", ["5,000MB", "1.5.5GB", "5GB junk", "8kbit", "1e3", "-1GB", "GB", ""])
+def test_only_a_whole_size_is_parsed(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        byte_size(text)
+
+
 def test_a_size_below_one_byte_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'0' is not a size; expected e\.g\. 5GB"):
         byte_size("0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
@@ -78,3 +79,19 @@ def test_a_folder_of_something_else_is_neither_locked_nor_changed(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
     with pytest.raises(RunError, match=r"run\.dir: .* cannot be created"):
         FolderLock(RunFolder(tmp_path / "thesis.tex/run")).acquire()
+
+
+def test_a_lock_that_cannot_be_opened_is_an_error_and_not_a_missing_lock(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.lock.mkdir(parents=True)
+    with pytest.raises(RunError, match="run/lock: cannot be locked: "):
+        FolderLock(folder).acquire()
+
+
+def test_a_file_system_without_locks_is_used_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", no_locks)
+    with file_lock(tmp_path / "lock"):
+        pass
