@@ -96,7 +96,7 @@ def test_a_sweep_that_is_killed_and_stopped_goes_on_and_reports(write_sweep: Wri
     process.send_signal(signal.SIGTERM)
     stopped = finish(process)
     assert (stopped.code, stopped.errors) == (75, "")
-    assert f"{second.name}: stopped" in stopped.output and "the same command goes on" in stopped.output
+    assert f"{second.name}: stopped" in stopped.output and "the same command resumes the sweep" in stopped.output
     assert wait_for_end(below) < 1
     begun = len(read_metrics(second))
     assert 5 <= begun < STEPS and done_step(second) is None
@@ -152,7 +152,7 @@ def test_a_cell_that_fails_twice_is_listed_and_one_that_worsens_is_stopped(
     psutil.Process(rank_below(process, "small-none-lr0.5-s0").ppid()).kill()  # the process of the cell itself
     finished = finish(process)
     assert finished.code == 1, finished.output + finished.errors
-    assert "small-none-lr0.5-s0: its process was killed by signal 9; it is tried once more" in finished.output
+    assert "small-none-lr0.5-s0: its process was killed by signal 9; retrying once" in finished.output
     (line,) = finished.errors.splitlines()
     assert line.startswith("error: small-broken-lr0.5-s0: ") and "/nowhere/tokenizer.model" in line
     log = (tmp_path / "runs/sweep/logs/small-broken-lr0.5-s0.log").read_text()
