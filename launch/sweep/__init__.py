@@ -1,1 +1,1 @@
-"""Sweeps: many runs of one configuration with other learning rates and query/key settings, and what they show."""
+"""Sweeps: runs of one configuration over learning rates and query/key settings, and a report of the results."""

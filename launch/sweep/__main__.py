@@ -1,8 +1,8 @@
-"""Runs one configuration again and again with other learning rates and query/key settings, and reports what they show.
+"""Runs one configuration with different learning rates and query/key settings, and reports the results.
 
-Every cell is a run of train.py in a folder of its own. The same command goes on where a sweep was stopped or killed.
-Exit codes: 0 all cells ended (diverged ones too) and the report is written, 1 cells failed, 2 wrong usage, 75 stopped
-on request.
+Every cell is a run of train.py in a folder of its own. The same command resumes a sweep that was stopped or killed.
+Exit codes: 0 all cells ended (including diverged ones) and the report is written, 1 an error or failed cells, 2 wrong
+usage, 75 stopped on request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return EXIT_USAGE
-    except BrokenPipeError:  # whoever read the output has had enough, as in `--list | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `--list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
     except (RunError, OSError) as error:
@@ -50,16 +50,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(prog="python -m launch.sweep", description=__doc__)
     parser.add_argument("sweep", metavar="SWEEP.yaml", help="the sweep, see configs/sweeps/ and docs/sweeps.md")
     parser.add_argument(
-        "--processes", type=positive_integer, metavar="N", help="cells side by side, instead of the file's"
+        "--processes",
+        type=positive_integer,
+        metavar="N",
+        help="number of cells that run at once, instead of the file's",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="print the cells with their numbers and states; run nothing")
-    what.add_argument("--report", action="store_true", help="write the report of what there is; run nothing")
-    what.add_argument("--recommend", action="store_true", help="print which rate and alpha to use; run nothing")
+    what.add_argument("--report", action="store_true", help="write the report of the results so far; run nothing")
+    what.add_argument(
+        "--recommend", action="store_true", help="print which learning rate and alpha to use; run nothing"
+    )
     what.add_argument("--print-slurm", action="store_true", help="print a SLURM array script; run nothing")
     what.add_argument("--cell", type=int, metavar="INDEX", help="run only this cell, as a task of such an array does")
     parser.add_argument(STARTED_BY, type=int, dest="parent", help=argparse.SUPPRESS)
@@ -67,13 +72,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(sweep: Sweep, options: argparse.Namespace) -> int:
-    """What the command line asks for; returns the exit code."""
+    """Does what the command line asks for and returns the exit code."""
     cells = expand(sweep)
     if options.cell is not None:
         return run_one(sweep, cells, options.cell, options.parent)
     if options.report or options.recommend:
         check_cells(sweep, known_cells(sweep, cells), with_data=False)
-        return tell(sweep, cells, options.recommend)
+        return show_results(sweep, cells, options.recommend)
     check_cells(sweep, cells)
     if options.print_slurm:
         print(array_script(sweep, options.sweep, cells), end="")
@@ -90,7 +95,7 @@ def run(sweep: Sweep, options: argparse.Namespace) -> int:
 
 
 def run_one(sweep: Sweep, cells: Sequence[Cell], index: int, parent: int | None) -> int:
-    """Runs the cell with this index."""
+    """Runs the cell with this index and returns the exit code."""
     if not 0 <= index < len(cells):
         raise ConfigError([f"--cell {index}: the sweep has cells 0 to {len(cells) - 1}"])
     cell = with_alpha(cells[index], alphas_so_far(sweep, cells))
@@ -102,39 +107,39 @@ def run_one(sweep: Sweep, cells: Sequence[Cell], index: int, parent: int | None)
 
 
 def run_all(sweep: Sweep, path: str, cells: Sequence[Cell], slots: Sequence[Slot]) -> int:
-    """Pilots, grids, timing, report."""
+    """Runs pilots, grids and timing, writes the report, and returns the exit code."""
     requests = Signals()
     requests.listen()
     screen = Screen()
     pool = Pool(sweep, path, slots, requests, screen)
-    pool.know(cells)
-    screen.say(f"{len(cells)} cell(s), {len(slots)} side by side, in {sweep.folder}")
+    pool.set_cells(cells)
+    screen.log(f"{len(cells)} cell(s), {len(slots)} at once, in {sweep.folder}")
     pool.run({index: cell for index, cell in enumerate(cells) if cell.is_pilot})
     resolved = known_cells(sweep, cells)
     check_cells(sweep, resolved)
-    pool.know(resolved)
+    pool.set_cells(resolved)
     pool.run({index: cell for index, cell in enumerate(resolved) if not cell.is_pilot and not cell.waits_for_pilot})
     failed = [f"{cell.name}: {failure(sweep, cell) or 'failed'}" for cell in pool.failed()]
     if not requests:
         runs = read_runs(sweep, resolved)
         try:
-            time_arms(sweep, measure(sweep, runs, {}), resolved, requests, screen.say)
+            time_arms(sweep, measure(sweep, runs, {}), resolved, requests, screen.log)
         except RunError as error:
             failed.append(str(error))
     screen.end(pool.statuses)
     if requests:
-        screen.say("stopped on request; the same command goes on")
+        screen.log("stopped on request; the same command resumes the sweep")
         return EXIT_STOPPED
-    tell(sweep, cells, only_advice=False)
+    show_results(sweep, cells, only_advice=False)
     waiting = sorted({f"{cell.grid}, {cell.arm}" for cell in resolved if cell.waits_for_pilot})
-    failed += [f"{who}: waits for its pilot, of which cells failed" for who in waiting]
+    failed += [f"{who}: waits for its pilot, which has failed cells" for who in waiting]
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return EXIT_FAILURE if failed else EXIT_DONE
 
 
-def tell(sweep: Sweep, cells: Sequence[Cell], only_advice: bool) -> int:
-    """Prints the advice, or writes the report and prints what was found."""
+def show_results(sweep: Sweep, cells: Sequence[Cell], only_advice: bool) -> int:
+    """Prints the recommendation, or writes the report and prints the findings."""
     from launch.sweep.findings import describe_grid
     from launch.sweep.report import write_report
 
@@ -152,13 +157,13 @@ def tell(sweep: Sweep, cells: Sequence[Cell], only_advice: bool) -> int:
 
 
 def known_cells(sweep: Sweep, cells: Sequence[Cell]) -> list[Cell]:
-    """The cells with the alphas that the pilots have chosen; as they were where a pilot is not complete."""
+    """Returns the cells with the alphas that the pilots chose; unchanged if their pilot is not complete."""
     alphas = alphas_so_far(sweep, cells)
     return [with_alpha(cell, alphas) if (cell.grid, cell.arm) in alphas else cell for cell in cells]
 
 
 def alphas_so_far(sweep: Sweep, cells: Sequence[Cell]) -> Alphas:
-    """What the complete pilots chose."""
+    """Returns the alphas that the complete pilots chose."""
     return choose_alphas(sweep, read_runs(sweep, [cell for cell in cells if cell.is_pilot]))
 
 

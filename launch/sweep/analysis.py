@@ -1,4 +1,4 @@
-"""From the runs of a sweep to the measures of its grids."""
+"""Computes the measures of each grid from the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from launch.sweep.measures import (
 from launch.sweep.results import Run
 from launch.sweep.spec import Sweep
 
-Rounds = Sequence[Mapping[str, float]]  # arm -> seconds a step, of each round of the timing
+Rounds = Sequence[Mapping[str, float]]  # arm -> seconds per step, for each round of the timing
 
 
 def pilot_scores(sweep: Sweep, runs: Sequence[Run]) -> dict[tuple[str, str], dict[float, PilotScore]]:
-    """(grid, arm) -> alpha -> score, of the pilots whose cells have all ended."""
+    """Returns (grid, arm) -> alpha -> score of the pilots whose cells have all ended."""
     scores: dict[tuple[str, str], dict[float, PilotScore]] = {}
     for name, grid in sweep.grids.items():
         for arm in grid.pilot.alphas if grid.pilot else ():
@@ -49,16 +49,16 @@ def pilot_scores(sweep: Sweep, runs: Sequence[Run]) -> dict[tuple[str, str], dic
 
 
 def choose_alphas(sweep: Sweep, runs: Sequence[Run]) -> Alphas:
-    """What the pilots whose cells have all ended chose."""
+    """Returns the alphas chosen by the pilots whose cells have all ended."""
     return {key: choose_alpha(scores, sweep.tolerance) for key, scores in pilot_scores(sweep, runs).items()}
 
 
 def measure(sweep: Sweep, runs: Sequence[Run], timing: Mapping[str, Rounds]) -> list[GridMeasures]:
-    """The measures of every grid.
+    """Returns the measures of every grid.
 
     Args:
-        runs: of all cells, pilots too.
-        timing: by grid; grids may be missing.
+        runs: The runs of all cells, including pilots.
+        timing: The rounds of each grid; grids may be missing.
     """
     scores = pilot_scores(sweep, runs)
     return [
@@ -101,7 +101,7 @@ def _measure_grid(
 
 
 def losses_of(runs: Sequence[Run]) -> dict[float, dict[int, float]]:
-    """Rate -> seed -> final loss, of the runs that have ended, the rates ascending."""
+    """Returns rate -> seed -> final loss of the runs that have ended, with ascending rates."""
     table: dict[float, dict[int, float]] = {}
     for run in sorted(runs, key=lambda run: (run.cell.lr, run.cell.seed)):
         if run.final_loss is not None:
@@ -156,16 +156,16 @@ def _of_seed(losses: Losses, seed: int) -> dict[float, float]:
 
 
 def _start_loss(runs: Sequence[Run]) -> float:
-    """The mean loss at initialisation; infinite where nothing was recorded."""
+    """Returns the mean loss at initialisation; infinite if none was recorded."""
     found = [run.start_loss for run in runs if math.isfinite(run.start_loss)]
     return mean(found) if found else math.inf
 
 
-def _soonest(runs: Sequence[Run], targets: Mapping[int, float]) -> tuple[float, dict[int, tuple[int, int]]] | None:
-    """The rate at which the most seeds get to their targets, and of these the soonest on average.
+def _fastest(runs: Sequence[Run], targets: Mapping[int, float]) -> tuple[float, dict[int, tuple[int, int]]] | None:
+    """Returns the rate at which the most seeds reach their targets, and of these the fastest on average.
 
     Returns:
-        The rate, and seed -> (steps, tokens) until then; None where no seed gets there at any rate.
+        The rate, and seed -> (steps, tokens) until then; None if no seed reaches its target at any rate.
     """
     by_rate: dict[float, dict[int, tuple[int, int]]] = {}
     for run in runs:
@@ -184,8 +184,8 @@ def _soonest(runs: Sequence[Run], targets: Mapping[int, float]) -> tuple[float, 
 def _reach(
     runs: Sequence[Run], base_runs: Sequence[Run], targets: Mapping[int, float], pace: Pace | None
 ) -> Reach | None:
-    """See `Reach`. Without targets, or where no seed gets to its own: None."""
-    mine, theirs = _soonest(runs, targets), _soonest(base_runs, targets)
+    """Returns the `Reach` of an arm, or None without targets or if no seed reaches its own."""
+    mine, theirs = _fastest(runs, targets), _fastest(base_runs, targets)
     if mine is None or theirs is None:
         return None
     rate, reached = mine

@@ -1,4 +1,4 @@
-"""Runs one cell: starts train.py, stops it where it diverges, and tries once more where it fails."""
+"""Runs one cell: starts train.py, stops it when it diverges, and retries once if it fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launch.sweep.divergence import LossTail, divergence_step, nonfinite_step
 from launch.sweep.lock import cell_locked
 from launch.sweep.outcome import (
     cell_folder,
-    forget_failure,
+    clear_failure,
     is_finished,
     log_file,
     mark_diverged,
@@ -25,12 +25,12 @@ from launch.sweep.outcome import (
 )
 from launch.sweep.spec import Divergence, Sweep
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 NUM_TRIES = 2
 
 
 class Signals(list[int]):
-    """Signals that this process got, in order; each is for every process that it has started."""
+    """Signals that this process received, in order; each is forwarded to every process that it started."""
 
     def listen(self) -> None:
         """Collects signals from now on."""
@@ -45,7 +45,7 @@ class Watch(threading.Thread):
     """Asks a run to stop once it has diverged, or once the sweep that started this process is gone.
 
     Attributes:
-        diverged_at: the step at which the run has diverged.
+        diverged_at: The step at which the run diverged, or None.
     """
 
     def __init__(self, folder: Path, rule: Divergence, requests: list[int], parent: int | None) -> None:
@@ -58,28 +58,28 @@ class Watch(threading.Thread):
         self._over = threading.Event()
 
     def run(self) -> None:
-        """Looks every LOOK_SECONDS until there is a request."""
-        while not self._over.wait(LOOK_SECONDS) and not self._requests:
-            self.judge()
+        """Checks every POLL_SECONDS until there is a request."""
+        while not self._over.wait(POLL_SECONDS) and not self._requests:
+            self.check()
             if self.diverged_at is not None or self._parent not in (None, os.getppid()):
                 self._requests.append(signal.SIGTERM)
 
-    def judge(self) -> None:
-        """Looks at the losses recorded so far."""
+    def check(self) -> None:
+        """Checks the losses recorded so far."""
         self.diverged_at = divergence_step(self._losses.read(), self._rule)
 
     def end(self) -> None:
-        """Stops looking, after a last look."""
+        """Stops the thread and checks a last time."""
         self._over.set()
         self.join()
-        self.judge()
+        self.check()
 
 
 def run_cell(sweep: Sweep, cell: Cell, parent: int | None = None) -> int:
-    """Runs a cell to its end, or goes on where it was.
+    """Runs a cell to its end, resuming from its latest checkpoint.
 
     Args:
-        parent: process id of the sweep that waits for this process; the cell stops when that has ended.
+        parent: The process id of the sweep that waits for this process; the cell stops when the sweep has ended.
 
     Returns:
         0 finished or diverged, 75 stopped on request after a checkpoint, 1 failed.
@@ -92,7 +92,7 @@ def run_cell(sweep: Sweep, cell: Cell, parent: int | None = None) -> int:
             return EXIT_STOPPED
         if state_of(sweep, cell) in ("finished", "diverged"):
             return EXIT_DONE
-        forget_failure(sweep, cell)
+        clear_failure(sweep, cell)
         for number in range(1, NUM_TRIES + 1):
             exit_code, reason = _try(sweep, cell, requests, parent, output)
             if exit_code != EXIT_FAILURE or requests:
@@ -103,13 +103,13 @@ def run_cell(sweep: Sweep, cell: Cell, parent: int | None = None) -> int:
 
 
 def launch_of(sweep: Sweep, arguments: list[str]) -> Launch:
-    """How a run of this sweep is started. One rank needs no launcher, and starts faster without."""
+    """Returns how a run of this sweep is started. One rank needs no launcher, and starts faster without."""
     launcher = "python" if sweep.ranks == 1 else sweep.launcher
     return Launch(launcher, sweep.ranks, (sweep.base, *arguments))
 
 
 def _try(sweep: Sweep, cell: Cell, requests: Signals, parent: int | None, output: IO[bytes]) -> tuple[int, str]:
-    """One start: its exit code, and in one line why it failed."""
+    """Starts the run once; returns the exit code and a one-line reason if it failed."""
     folder = cell_folder(sweep, cell)
     attempt = Attempt(launch_of(sweep, cell_overrides(sweep, cell)), lambda message: None, output)
     watch = Watch(folder, sweep.divergence, requests, parent)

@@ -1,4 +1,4 @@
-"""From a sweep file to its cells: names, configurations, and every problem before anything runs."""
+"""Expands a sweep into cells, with their names and configurations, and checks them all before anything runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from data.errors import DataError
 from launch.errors import RunError
 from launch.sweep.spec import Sweep, flatten
 
-# Which the data or the start of a run decide, and not the sweep.
+# Keys that are set by the data or the start of a run, not by the sweep.
 _LATER_KEYS = ("model.vocab_size", "data.eod_id", "run.resume")
 
 Alphas = dict[tuple[str, str], float]  # (grid, arm) -> alpha from the pilot
@@ -27,9 +27,9 @@ class Cell:
     """One run of a sweep.
 
     Attributes:
-        alpha: chosen or tried by the pilot; None where the arm's own holds, or while the pilot has not chosen.
-        waits_for_pilot: alpha is still to be chosen.
-        is_pilot: it is run for the pilot.
+        alpha: Chosen or tried by the pilot; None if the arm's own is used, or while the pilot has not chosen.
+        waits_for_pilot: Whether alpha is yet to be chosen.
+        is_pilot: Whether the cell belongs to a pilot.
     """
 
     grid: str
@@ -42,13 +42,13 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Of its folder. Pilot and grid share a folder where they agree in everything."""
+        """The name of its folder. A pilot and its grid share a folder for cells that agree in everything."""
         alpha = "-a?" if self.waits_for_pilot else "" if self.alpha is None else f"-a{self.alpha:g}"
         return f"{self.grid}-{self.arm}{alpha}-lr{self.lr:g}-s{self.seed}"
 
 
 def expand(sweep: Sweep) -> list[Cell]:
-    """All cells: those of pilots first, then the grids', seed by seed and rate by rate."""
+    """Returns all cells: those of the pilots, then those of the grids, by seed and then by rate."""
     pilots, cells = [], []
     for name, grid in sweep.grids.items():
         piloted = grid.pilot.alphas if grid.pilot else {}
@@ -69,7 +69,7 @@ def expand(sweep: Sweep) -> list[Cell]:
 
 
 def with_alpha(cell: Cell, alphas: Alphas) -> Cell:
-    """The cell with what the pilot chose. Raises RunError while it has chosen nothing."""
+    """Returns the cell with the alpha that its pilot chose. Raises RunError if the pilot is not complete."""
     if not cell.waits_for_pilot:
         return cell
     if (cell.grid, cell.arm) not in alphas:
@@ -78,7 +78,7 @@ def with_alpha(cell: Cell, alphas: Alphas) -> Cell:
 
 
 def cell_overrides(sweep: Sweep, cell: Cell) -> list[str]:
-    """The arguments of train.py after the base configuration."""
+    """Returns the arguments of train.py after the base configuration."""
     keys = flatten(sweep.overrides) | flatten(sweep.grids[cell.grid].overrides) | flatten(sweep.arms[cell.arm])
     if cell.alpha is not None:
         keys["qk_control.alpha"] = cell.alpha
@@ -93,23 +93,23 @@ def cell_overrides(sweep: Sweep, cell: Cell) -> list[str]:
 
 
 def as_arguments(keys: Mapping[str, Any]) -> list[str]:
-    """`key.sub=value` arguments; JSON is YAML."""
+    """Returns `key.sub=value` arguments. The values are JSON, which is valid YAML."""
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
 def cell_config(sweep: Sweep, cell: Cell) -> Config:
-    """The resolved configuration of a cell. Raises ConfigError."""
+    """Returns the resolved configuration of a cell. Raises ConfigError."""
     return load_config(sweep.base, cell_overrides(sweep, cell))
 
 
 def check_cells(sweep: Sweep, cells: Sequence[Cell], with_data: bool = True) -> None:
-    """Checks names, configurations and data of all cells, and what their folders hold already.
+    """Checks names, configurations, data and existing folders of all cells.
 
     Args:
-        with_data: also whether the shards can be opened, which a report does not need.
+        with_data: Whether to check that the shards can be opened, which a report does not need.
 
     Raises:
-        ConfigError: with one line for every problem; what several cells share is told once.
+        ConfigError: Has one line per problem; a problem that several cells share is reported once.
     """
     problems = list(_shared_names(sweep, cells))
     found: dict[str, list[Cell]] = {}
@@ -141,7 +141,7 @@ def check_cells(sweep: Sweep, cells: Sequence[Cell], with_data: bool = True) -> 
 
 
 def folder_problems(folder: Path, config: Config) -> list[str]:
-    """What a cell's folder holds of another configuration, a line for each key."""
+    """Returns one line for each key in which a cell's folder holds another configuration."""
     if not (folder / "config.yaml").exists():
         return []
     try:
@@ -170,7 +170,7 @@ def _shared_names(sweep: Sweep, cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def _place(sweep: Sweep, cells: Sequence[Cell], num_all: int) -> str:
-    """Where a problem of these cells comes from, as far as they tell."""
+    """Names the cells, arm or grid that a problem of these cells comes from."""
     arms, grids = sorted({cell.arm for cell in cells}), sorted({cell.grid for cell in cells})
     if len(cells) == 1:
         return f"cell {cells[0].name}"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Prepares prepared/sotu-1024, which the CPU sweeps read: the State of the Union addresses with 1,024 pieces, since with more
-# of them these small models would spend most of their time in the output layer. Needs bash launch/quickstart.sh --setup-only.
+# Prepares prepared/sotu-1024, which the CPU sweeps read: the State of the Union addresses with a vocabulary of 1,024
+# tokens, since with a larger one these small models would spend most of their time in the output layer.
+# Needs bash launch/quickstart.sh --setup-only.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 # shellcheck source=/dev/null

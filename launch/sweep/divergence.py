@@ -1,4 +1,4 @@
-"""When a run counts as diverged: a function of its training losses."""
+"""Decides from its training losses whether a run has diverged."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 from launch.sweep.spec import Divergence
 
-# What the last line of a run says that was stopped for it (train.on_nonfinite).
+# Matches the last line of a run that was stopped by train.on_nonfinite.
 _NONFINITE = re.compile(r"non-finite (?:loss|gradients) at step (\d+)")
 
 
 def divergence_step(losses: Sequence[float], rule: Divergence) -> int | None:
-    """The step (from 1) at which a run has diverged; None while it has not.
+    """Returns the step (from 1) at which a run diverged, or None.
 
-    That is the first loss that is not finite, or the first step at which the mean of the last `window` losses is more
+    That is the step of the first non-finite loss, or the first at which the mean of the last `window` losses is more
     than `margin` above the lower of the first loss and the lowest such mean so far.
 
     Args:
-        losses: of steps 1, 2, … without a gap; not finite where there was none.
+        losses: The losses of steps 1, 2, … without a gap; non-finite where a step has none.
     """
     lowest = losses[0] if losses else math.nan
     total = 0.0
@@ -43,13 +43,13 @@ def divergence_step(losses: Sequence[float], rule: Divergence) -> int | None:
 
 
 def nonfinite_step(reason: str) -> int | None:
-    """The step of which a run's last line says that its loss or gradients were not finite; None where it does not."""
+    """Returns the step at which a run's last line reports a non-finite loss or gradients, or None."""
     match = _NONFINITE.search(reason)
     return int(match[1]) if match else None
 
 
 class LossTail:
-    """The training losses that a run has recorded so far, read as they come."""
+    """Reads the training losses that a run has recorded so far, incrementally."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.jsonl"
@@ -58,7 +58,7 @@ class LossTail:
         self._losses: list[float] = []
 
     def read(self) -> list[float]:
-        """Losses of steps 1, 2, …; every start of a run rewrites its records, and then they are read anew."""
+        """Returns the losses of steps 1, 2, …; a restart of the run rewrites its records, which are then read again."""
         try:
             with self._path.open("rb") as stream:
                 inode = os.fstat(stream.fileno()).st_ino
@@ -74,5 +74,5 @@ class LossTail:
 
 
 def loss_of(record: dict[str, Any]) -> float:
-    """The training loss of a record, in which null stands for what is not finite."""
+    """Returns the training loss of a record, in which null stands for a non-finite value."""
     return math.inf if record["loss"] is None else float(record["loss"])

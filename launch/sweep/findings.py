@@ -191,7 +191,7 @@ def overlap(first: Collection[float], second: Collection[float]) -> bool:
 
 
 def _highest(grid: GridMeasures, arm: ArmMeasures) -> str:
-    """Returns the highest usable rate, and its ratio to the baseline's if it is higher."""
+    """Describes the highest usable rate, and its ratio to the baseline's if it is higher."""
     base, top = grid.arms[grid.baseline].highest, grid.rates[-1]
     if arm.highest is None:
         return f"no usable rate for {arm.arm}" if arm.losses else f"no result for {arm.arm}"

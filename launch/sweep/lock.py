@@ -1,4 +1,4 @@
-"""Locks that keep a second process out of a sweep or a cell; they end with the process that holds them."""
+"""Locks that keep a second process out of a sweep or a cell; released when the process that holds them ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT_SECONDS = 0.5
 
 @contextlib.contextmanager
 def locked(sweep: Sweep) -> Iterator[None]:
-    """Keeps a second sweep out of the folder. Raises RunError when another one is running in it."""
+    """Locks the sweep's folder. Raises RunError if another sweep is running in it."""
     sweep.folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         try:
@@ -30,7 +30,7 @@ def locked(sweep: Sweep) -> Iterator[None]:
 def cell_locked(sweep: Sweep, cell: Cell, requests: Sequence[int]) -> Iterator[None]:
     """Waits until no other process runs the cell, or until there is a request.
 
-    A cell outlives a killed sweep by the time that it takes to save, and the sweep may have been started again by then.
+    A cell outlives a killed sweep until it has saved, and the sweep may have been started again by then.
     """
     path = sweep.folder / LOGS / f"{cell.name}.lock"
     with contextlib.ExitStack() as stack:

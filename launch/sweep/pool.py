@@ -1,4 +1,4 @@
-"""Runs cells side by side, each by a process of its own on its share of the machine."""
+"""Runs cells concurrently, each in a process of its own on its share of the machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launch.sweep.table import Screen, Status
 POLL_SECONDS = 0.2
 THREADS = "OMP_NUM_THREADS"
 ENDED = ("finished", "diverged")
-STARTED_BY = "--started-by"  # of launch.sweep, for the processes started here
+STARTED_BY = "--started-by"  # option of launch.sweep, for the processes started here
 
 Slot = dict[str, str]  # environment variables that give a cell its share of the machine
 
@@ -38,14 +38,14 @@ class _Running:
 
 
 def make_slots(processes: int | None, ranks: int, cores: int, devices: Sequence[str]) -> list[Slot]:
-    """One entry for each cell that runs at once: the GPUs that it gets, or the threads of each of its ranks.
+    """Returns one slot for each cell that runs at once: its GPUs, or the number of threads of each of its ranks.
 
     Args:
-        processes: as many as asked for; None: as many as fit.
-        devices: of CUDA_VISIBLE_DEVICES; none: cells run on the CPU.
+        processes: The number of slots; None for as many as fit.
+        devices: The entries of CUDA_VISIBLE_DEVICES; if empty, cells run on the CPU.
 
     Raises:
-        ConfigError: they do not fit on the GPUs.
+        ConfigError: The slots do not fit on the GPUs.
     """
     if not devices:
         count = processes or max(1, cores // ranks)
@@ -61,7 +61,7 @@ def make_slots(processes: int | None, ranks: int, cores: int, devices: Sequence[
 
 
 def slots_here(sweep: Sweep, processes: int | None) -> list[Slot]:
-    """The slots of this machine. An OMP_NUM_THREADS that is set already holds. Raises ConfigError."""
+    """Returns the slots of this machine. OMP_NUM_THREADS is kept if it is set already. Raises ConfigError."""
     devices = visible_devices() if "CUDA_VISIBLE_DEVICES" in os.environ else []
     num_gpus = count_gpus()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -73,15 +73,15 @@ def slots_here(sweep: Sweep, processes: int | None) -> list[Slot]:
 
 
 class Pool:
-    """Starts cells as slots become free, until all have ended or a signal came.
+    """Starts cells as slots become free, until all have ended or a signal arrives.
 
     Args:
-        path: of the sweep file.
-        requests: signals to this process; they go to every cell, and then no more are started.
-        screen: shows `statuses`, and a line when a cell has ended.
+        path: The path of the sweep file.
+        requests: Signals to this process; they are forwarded to every cell, and no more cells are started.
+        screen: Shows `statuses`, and a line when a cell has ended.
 
     Attributes:
-        statuses: of all cells that were made known.
+        statuses: The statuses of all cells given to `set_cells`.
     """
 
     def __init__(self, sweep: Sweep, path: str, slots: Sequence[Slot], requests: Signals, screen: Screen) -> None:
@@ -92,18 +92,18 @@ class Pool:
         self._screen = screen
         self.statuses: dict[Cell, Status] = {}
 
-    def know(self, cells: Sequence[Cell]) -> None:
-        """Takes up all cells of the sweep with their states, in place of those that were known."""
+    def set_cells(self, cells: Sequence[Cell]) -> None:
+        """Sets all cells of the sweep with their current states, replacing earlier ones."""
         self.statuses = {
             cell: Status("waiting" if cell.waits_for_pilot else state_of(self._sweep, cell)) for cell in cells
         }
 
     def failed(self) -> list[Cell]:
-        """The cells that failed."""
+        """Returns the cells that failed."""
         return [cell for cell, status in self.statuses.items() if status.state == "failed"]
 
     def run(self, cells: dict[int, Cell]) -> None:
-        """Runs those of the cells (by index) that are not finished or diverged; returns when none runs any more."""
+        """Runs the cells (by index) that are not finished or diverged; returns when none is running."""
         waiting = [index for index, cell in cells.items() if self.statuses[cell].state not in ENDED]
         running: list[_Running] = []
         lost: set[int] = set()
@@ -113,7 +113,7 @@ class Pool:
                     index = waiting.pop(0)
                     running.append(self._start(index, cells[index], self._slots.pop()))
                 for entry in list(running):
-                    self._look(entry, cells[entry.index])
+                    self._poll(entry, cells[entry.index])
                     if entry.process.poll() is not None:
                         running.remove(entry)
                         self._slots.append(entry.slot)
@@ -141,24 +141,24 @@ class Pool:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C reaches it once, from here
+                start_new_session=True,  # Ctrl-C reaches it only once, through this process
             )
         self.statuses[cell].state = "running"
         return _Running(index, process, slot, progress, last_step(self._sweep, cell))
 
-    def _look(self, entry: _Running, cell: Cell) -> None:
+    def _poll(self, entry: _Running, cell: Cell) -> None:
         for number in self._requests[entry.num_signals :]:
             entry.process.send_signal(number)
             entry.num_signals += 1
         self.statuses[cell].fraction = entry.progress.last_step() / entry.num_steps
 
     def _is_lost(self, exit_code: int) -> bool:
-        """Whether a signal killed the process of a cell, which then could not try again by itself."""
+        """Returns whether a signal killed the process of a cell, which then could not retry by itself."""
         return exit_code < 0 and not self._requests
 
     def _note_loss(self, cell: Cell, exit_code: int) -> None:
         self.statuses[cell] = Status(state_of(self._sweep, cell))
-        self._screen.say(f"{cell.name}: its process was killed by signal {-exit_code}; it is tried once more")
+        self._screen.log(f"{cell.name}: its process was killed by signal {-exit_code}; retrying once")
 
     def _note_end(self, cell: Cell, exit_code: int) -> None:
         state = state_of(self._sweep, cell)
@@ -167,6 +167,6 @@ class Pool:
             state = "failed"
             mark_failed(self._sweep, cell, reason)
         self.statuses[cell] = Status(state)
-        words = {"failed": f"failed: {reason}; see {log_file(self._sweep, cell)}", "begun": "stopped"}
+        labels = {"failed": f"failed: {reason}; see {log_file(self._sweep, cell)}", "begun": "stopped"}
         done = sum(status.state in ENDED for status in self.statuses.values())
-        self._screen.say(f"{cell.name}: {words.get(state, state)} ({done} of {len(self.statuses)} cells done)")
+        self._screen.log(f"{cell.name}: {labels.get(state, state)} ({done} of {len(self.statuses)} cells done)")

@@ -98,7 +98,7 @@ def _alpha_comparison(grid: GridMeasures, arm: ArmMeasures) -> list[str]:
     edge = arm.alpha in (min(scores), max(scores))
     end = " The chosen alpha is at the end of the range tried, so one beyond it may be better." if edge else ""
     return [
-        "Other alphas in the pilot (one seed), lowest and mean loss over its learning rates minus those of the chosen: "
+        "Other alphas in the pilot (one seed), lowest and mean loss over its learning rates minus the chosen one's: "
         f"{others}.{end}"
     ]
 
@@ -106,7 +106,8 @@ def _alpha_comparison(grid: GridMeasures, arm: ArmMeasures) -> list[str]:
 def _comparisons(grid: GridMeasures, chosen: ArmMeasures) -> list[str]:
     others = {arm.arm: arm for arm in (grid.arms[grid.baseline], grid.best_arm) if arm.arm != chosen.arm}
     return [
-        f"Compared with {arm.arm} at its best, {arm.best_mean:.3f} at {arm.best_rate:g}: {compare(chosen, arm)}."
+        f"Compared with {arm.arm} at its best, {arm.best_mean:.3f} at {arm.best_rate:g}, its loss is "
+        f"{compare(chosen, arm)}."
         for arm in others.values()
         if arm.best_rate is not None
     ]

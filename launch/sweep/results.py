@@ -1,4 +1,4 @@
-"""What the cells of a sweep recorded, read from their folders."""
+"""Reads the results of the cells of a sweep from their folders."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from launch.sweep.spec import Sweep
 
 @dataclass(frozen=True)
 class Run:
-    """One cell's results.
+    """The results of one cell.
 
     Attributes:
-        start_loss: training loss of the first step, before any update; nan without records.
+        start_loss: The training loss of the first step, before any update; NaN without records.
         train: (step, tokens so far, loss) of every step.
-        validation: (step, tokens, loss).
+        validation: (step, tokens, loss) of every validation.
         attention: (step, largest logit, mean |Δlogit| of the step) where it was measured.
-        diverged_at: step.
-        alpha: `qk_control.alpha` that a policy of the run uses; None without a policy.
-        step_seconds: median, beside whatever ran at the same time; nan without records.
+        diverged_at: The step at which the run diverged, or None.
+        alpha: The `qk_control.alpha` of the run's policy; None if it uses none.
+        step_seconds: The median, with other cells running at the same time; NaN without records.
     """
 
     cell: Cell
@@ -41,7 +41,7 @@ class Run:
 
     @property
     def final_loss(self) -> float | None:
-        """The last validation loss; infinite for a diverged run; None for one that has no end."""
+        """The last validation loss; infinite for a diverged run, None for one that has not finished."""
         if self.state == "diverged":
             return math.inf
         return self.validation[-1][2] if self.state == "finished" and self.validation else None
@@ -86,5 +86,5 @@ def _alpha(folder: Path) -> float | None:
 
 
 def _number(value: float | None) -> float:
-    """metrics.jsonl has null for what is not finite."""
+    """Converts a value of metrics.jsonl, where null stands for a non-finite value."""
     return math.inf if value is None else float(value)

@@ -1,4 +1,4 @@
-"""A SLURM array script of which each task runs one cell."""
+"""Generates a SLURM array script in which each task runs one cell."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from launch.sweep.spec import Sweep
 
 
 def array_script(sweep: Sweep, path: str, cells: list[Cell]) -> str:
-    """The text of the script; a comment says how to submit it.
+    """Returns the text of the script, which has a comment on how to submit it.
 
     Args:
-        path: of the sweep file, as the script shall name it.
+        path: The path of the sweep file, as written into the script.
     """
     num_pilots = sum(cell.is_pilot for cell in cells)
     last = len(cells) - 1
@@ -34,12 +34,12 @@ def array_script(sweep: Sweep, path: str, cells: list[Cell]) -> str:
             "#SBATCH --signal=B:TERM@120",
             *(f"#SBATCH {option}" for option in sweep.slurm.options),
             "#",
-            "# An array task runs one cell, or goes on where it was. The job without an array runs what is left, times",
-            "# the arms and writes the report. Submit it from the project's folder, saved as sweep.sh:",
+            "# An array task runs or resumes one cell. The job without an array runs the remaining cells, times",
+            "# the arms and writes the report. Save this file as sweep.sh and submit it from the project's folder:",
             *(f"#     {step}" for step in steps),
             "set -euo pipefail",
             *sweep.slurm.setup.splitlines(),
-            "# exec, so that SLURM's signal before the time limit reaches the sweep, which then saves.",
+            "# exec makes SLURM's signal before the time limit reach the sweep, which then saves.",
             f"exec python -m launch.sweep {name} ${{SLURM_ARRAY_TASK_ID:+--cell $SLURM_ARRAY_TASK_ID}}",
             "",
         ]

@@ -1,4 +1,4 @@
-"""The sweep file: its keys, and every problem of a file at once."""
+"""The sweep file: its keys, and checks that report all problems at once."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from configs.errors import ConfigError
 from configs.load import leaves, read_yaml, schema_keys
 from configs.schema import Section
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # it becomes part of a folder's name
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]  # part of a folder's name
 Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(strict=False, min_length=1)]
 Names = Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
 Overrides = dict[str, Any]
 
-# Keys that a cell's place in the grid decides.
+# Keys that are determined by a cell's place in the grid, and by what.
 OWNED_KEYS = {
     "optim.lr": "the grid's lrs",
     "run.seed": "the grid's seeds",
     "run.name": "the cell",
     "run.dir": "the sweep's dir and name",
-    "run.resume": "the sweep, which always goes on",
-    "run.init_from": "nothing: a cell starts anew",
+    "run.resume": "the sweep, which always resumes",
+    "run.init_from": "nothing: a cell starts from scratch",
     "train.stop_step": "nothing: a cell runs to train.steps",
 }
 
 
 class Pilot(Section):
-    """Which alpha an arm gets in its grid, by final losses at these rates with one seed (measures.choose_alpha)."""
+    """How an arm's alpha is chosen: by final losses at these rates with one seed (measures.choose_alpha)."""
 
     alphas: dict[Name, Rates] = Field(min_length=1, description="arm -> candidates for its qk_control.alpha")
     lrs: Rates = Field(description="learning rates at which each candidate is tried")
-    seed: int = Field(0, ge=0, description="the pilot's seed; cells that the grid has too are run once")
+    seed: int = Field(0, ge=0, description="the pilot's seed; cells that are also in the grid run once")
 
 
 class Grid(Section):
@@ -46,11 +46,11 @@ class Grid(Section):
     arms: Names | None = Field(None, description="names of its arms; null: all")
     lrs: Rates = Field(description="base learning rates (optim.lr)")
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(strict=False, min_length=1, description="run.seed")
-    pilot: Pilot | None = Field(None, description="how alpha is chosen; null: as the arms say")
+    pilot: Pilot | None = Field(None, description="how alpha is chosen; null: as set by the arms")
 
 
 class Divergence(Section):
-    """When a run counts as diverged and is stopped; a loss that is not finite always does."""
+    """When a run counts as diverged and is stopped; a non-finite loss always does."""
 
     window: int = Field(20, ge=1, description="steps over which the training loss is averaged")
     margin: float = Field(
@@ -59,7 +59,7 @@ class Divergence(Section):
 
 
 class Timing(Section):
-    """Seconds a step of every arm: short stretches, one arm after the other, again and again, with nothing beside."""
+    """Timing of every arm: repeated short stretches, one arm after the other, with nothing else running."""
 
     rounds: int = Field(5, ge=1, description="stretches of each arm")
     steps: int = Field(40, ge=2, description="steps of a stretch")
@@ -68,7 +68,7 @@ class Timing(Section):
 
 
 class Slurm(Section):
-    """What `--print-slurm` writes at the head of the script."""
+    """Options of the script that `--print-slurm` prints."""
 
     options: tuple[str, ...] = Field((), strict=False, description="options of sbatch, e.g. --gpus-per-node=8")
     setup: str = Field("", description="shell commands before the sweep, e.g. source .venv/bin/activate")
@@ -76,7 +76,7 @@ class Slurm(Section):
 
 
 class Sweep(Section):
-    """The whole file."""
+    """The sweep file."""
 
     name: Name | None = Field(None, description="name of the sweep's folder; default: the file's name")
     dir: str = Field("runs", min_length=1, description="folder that holds the sweep's folder")
@@ -84,14 +84,14 @@ class Sweep(Section):
     overrides: Overrides = Field(default_factory=dict, description="configuration keys of all cells")
     arms: dict[Name, Overrides] = Field(min_length=1, description="name -> configuration keys, e.g. of qk_control")
     baseline: Name = Field("none", description="the arm with which the others are compared")
-    grids: dict[Name, Grid] = Field(min_length=1, description="name -> grid; what is compared stands in one grid")
+    grids: dict[Name, Grid] = Field(min_length=1, description="name -> grid; arms are compared within a grid")
     tolerance: float = Field(
         0.1, gt=0, description="nats by which a usable rate's final validation loss may exceed the grid's best"
     )
     divergence: Divergence = Field(default_factory=Divergence)
     timing: Timing | None = Field(default_factory=Timing, description="null: no timing")
     processes: int | None = Field(
-        None, ge=1, description="cells side by side; null: one for each core, or for each `ranks` GPUs"
+        None, ge=1, description="cells that run at once; null: as many as fit on the cores or GPUs, with `ranks` each"
     )
     ranks: int = Field(1, ge=1, description="ranks of a cell, on one node")
     launcher: Literal["deepspeed", "torchrun"] = Field("deepspeed", description="starts cells of several ranks")
@@ -99,12 +99,12 @@ class Sweep(Section):
 
     @property
     def folder(self) -> Path:
-        """Where the cells' folders and the report lie."""
+        """The folder that holds the cells' folders and the report."""
         assert self.name is not None
         return Path(self.dir) / self.name
 
     def arms_of(self, grid: str) -> tuple[str, ...]:
-        """The names of a grid's arms in their order."""
+        """Returns the names of a grid's arms in order."""
         return self.grids[grid].arms or tuple(self.arms)
 
 
@@ -112,7 +112,7 @@ def load_sweep(path: str | Path) -> Sweep:
     """Reads and checks a sweep file; the cells' configurations are checked by `launch.sweep.cells`.
 
     Raises:
-        ConfigError: with one line for every problem.
+        ConfigError: Has one line per problem.
     """
     tree = read_yaml(path)
     if tree.get("name") is None:
@@ -122,8 +122,8 @@ def load_sweep(path: str | Path) -> Sweep:
     except ValidationError as error:
         items = error.errors()
         wrong = [item["loc"] for item in items]
-        told = [item for item in items if item["type"] != "too_short" or not _holds_any(item["loc"], wrong)]
-        raise ConfigError([f"{path}: {_field_problem(item)}" for item in told]) from None
+        reported = [item for item in items if item["type"] != "too_short" or not _holds_any(item["loc"], wrong)]
+        raise ConfigError([f"{path}: {_field_problem(item)}" for item in reported]) from None
     problems = [f"{path}: {problem}" for problem in _find_problems(sweep)]
     if problems:
         raise ConfigError(problems)
@@ -131,9 +131,9 @@ def load_sweep(path: str | Path) -> Sweep:
 
 
 def flatten(overrides: Overrides) -> dict[str, Any]:
-    """Dotted key -> value, of a tree whose keys may be dotted already.
+    """Returns dotted key -> value of a tree whose keys may be dotted already.
 
-    A mapping whose keys are the user's own (data.val_sources) is one value, so that it takes the place of the base's.
+    A mapping with keys of the user's choice (data.val_sources) is one value, so that it replaces the base's mapping.
     """
     mappings = {key for key, field in schema_keys() if get_origin(field.annotation) is dict}
     return {key: value for key, value in leaves(overrides, whole=mappings) if key}
@@ -169,7 +169,7 @@ def _unknown_arms(key: str, arms: tuple[str, ...], known: tuple[str, ...]) -> It
 
 
 def _holds_any(place: tuple[int | str, ...], wrong: Iterable[tuple[int | str, ...]]) -> bool:
-    """Whether one of the wrong places lies inside a place: a list whose entries are all wrong counts as empty too."""
+    """Returns whether a wrong place is inside `place`: a list whose entries are all wrong is also reported as empty."""
     return any(other[: len(place)] == place and other != place for other in wrong)
 
 

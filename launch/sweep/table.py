@@ -14,14 +14,14 @@ SYMBOLS = {"finished": "done", "diverged": "div", "failed": "FAIL", "begun": "pa
 
 @dataclass
 class Status:
-    """A cell in the table: its state (see `launch.sweep.outcome`), or `running` with the share of its steps."""
+    """A cell in the table: its state (see `launch.sweep.outcome`), or `running` with the fraction of its steps done."""
 
     state: str
     fraction: float = 0.0
 
 
 def table_lines(statuses: Mapping[Cell, Status]) -> list[str]:
-    """The table, with the cells of pilots in lines of their own (an alpha each)."""
+    """Returns the lines of the table; each alpha of a pilot has a line of its own."""
     from tabulate import tabulate  # here, since importing it would slow down --help
 
     rows: dict[str, dict[float, list[str]]] = {}
@@ -37,7 +37,7 @@ def table_lines(statuses: Mapping[Cell, Status]) -> list[str]:
 
 
 class Screen:
-    """Shows the table in place on a terminal; elsewhere only the lines of `say`, and the table at the end."""
+    """Shows the table in place on a terminal; elsewhere only the lines of `log`, and the table at the end."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stdout.isatty()
@@ -45,7 +45,7 @@ class Screen:
         self._last: list[str] = []
 
     def show(self, statuses: Mapping[Cell, Status]) -> None:
-        """Draws the table again where it has changed."""
+        """Redraws the table if it has changed."""
         lines = table_lines(statuses)
         if not self._is_terminal or lines == self._last:
             return
@@ -56,13 +56,13 @@ class Screen:
         sys.stdout.flush()
         self._num_shown, self._last = len(shown), lines
 
-    def say(self, message: str) -> None:
-        """One line, above the table."""
+    def log(self, message: str) -> None:
+        """Prints one line above the table."""
         self._clear()
         print(f"launch.sweep: {message}", flush=True)
 
     def end(self, statuses: Mapping[Cell, Status]) -> None:
-        """The table as it is at the end."""
+        """Prints the final table."""
         self._clear()
         print("\n".join(table_lines(statuses)), flush=True)
 

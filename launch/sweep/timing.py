@@ -1,7 +1,7 @@
-"""Interleaved timing: short stretches of every arm, one after the other, round by round, with nothing beside.
+"""Interleaved timing: short stretches of every arm, one after the other, round by round, with nothing else running.
 
-Cells that run side by side share caches and memory bandwidth, so their own clocks compare nothing. A stretch starts
-from the weights of the arm's cell, where it has one: there, clipping has as much to do as late in a run.
+Cells that run concurrently share caches and memory bandwidth, so their own step times are not comparable. A stretch
+starts from the weights of the arm's cell if it is finished, so that clipping has as much to do as late in a run.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from launch.sweep.outcome import LOGS, is_finished
 from launch.sweep.spec import Sweep, Timing
 
 _NEVER = 10**9
-_FOLDER = "timing"  # of the stretches; deleted after each
+_FOLDER = "timing"  # holds the run of a stretch; deleted after each
 
 
 def timing_file(sweep: Sweep) -> Path:
-    """Where the figures are."""
+    """Returns the file that holds the measured times."""
     return sweep.folder / "timing.json"
 
 
 def read_timing(sweep: Sweep) -> dict[str, list[dict[str, float]]]:
-    """Grid -> for each round, arm -> seconds a step; empty without figures."""
+    """Returns grid -> for each round, arm -> seconds per step; empty if nothing was timed."""
     try:
         content: dict[str, Any] = json.loads(timing_file(sweep).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -42,15 +42,15 @@ def read_timing(sweep: Sweep) -> dict[str, list[dict[str, float]]]:
 
 
 def time_arms(
-    sweep: Sweep, grids: Sequence[GridMeasures], cells: Sequence[Cell], requests: Signals, say: Callable[[str], None]
+    sweep: Sweep, grids: Sequence[GridMeasures], cells: Sequence[Cell], requests: Signals, log: Callable[[str], None]
 ) -> bool:
-    """Times what is not timed yet; whether it came to its end, without a signal.
+    """Times what is not timed yet, and returns whether it was completed without a signal.
 
     Args:
-        cells: of the grids; an arm is timed at its best rate, or at its lowest where it has none.
+        cells: The cells of the grids. An arm is timed at its best rate, or at its lowest if it has none.
 
     Raises:
-        RunError: a stretch failed.
+        RunError: A stretch failed.
     """
     timing = sweep.timing
     if timing is None:
@@ -63,9 +63,9 @@ def time_arms(
         chosen = _cells_to_time(grid, cells)
         rounds = [known for known in done.get(grid.name, ()) if known.keys() == chosen.keys()]
         while len(rounds) < timing.rounds:
-            say(f"timing of {grid.name}: round {len(rounds) + 1} of {timing.rounds}")
+            log(f"timing of {grid.name}: round {len(rounds) + 1} of {timing.rounds}")
             seconds: dict[str, float] = {}
-            # Each round begins with another arm, so that none is always the first or the last.
+            # Each round begins with a different arm, so that none is always first or last.
             first = len(rounds) % len(chosen)
             for arm in [*list(chosen)[first:], *list(chosen)[:first]]:
                 stretch = _time_stretch(sweep, timing, chosen[arm], requests)
@@ -79,7 +79,7 @@ def time_arms(
 
 
 def _cells_to_time(grid: GridMeasures, cells: Sequence[Cell]) -> dict[str, Cell]:
-    """One cell for each arm that has any."""
+    """Returns one cell for each arm that has cells."""
     chosen: dict[str, Cell] = {}
     for arm, measures in grid.arms.items():
         mine = [cell for cell in cells if (cell.grid, cell.arm) == (grid.name, arm) and not cell.waits_for_pilot]
@@ -90,7 +90,10 @@ def _cells_to_time(grid: GridMeasures, cells: Sequence[Cell]) -> dict[str, Cell]
 
 
 def _time_stretch(sweep: Sweep, timing: Timing, cell: Cell, requests: Signals) -> float | None:
-    """Mean seconds a step of a stretch (the mean: the adaptive policy measures only now and then); None if stopped."""
+    """Returns the mean seconds per step of a stretch, or None if stopped.
+
+    The mean and not the median, because the adaptive policy measures only at some steps.
+    """
     parent = sweep.folder / _FOLDER
     shutil.rmtree(parent, ignore_errors=True)
     settings: Mapping[str, Any] = {

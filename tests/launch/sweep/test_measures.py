@@ -1,4 +1,4 @@
-"""The measures of a sweep against references written for the tests, and cases worked by hand."""
+"""The measures of a sweep against independent references and cases computed by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ loss_values = st.one_of(st.floats(2.0, 9.0), st.just(math.inf))
 
 
 def reference_divergence(losses: list[float], window: int, margin: float) -> int | None:
-    """The rule as it is written down, without any shortcut."""
+    """Applies the divergence rule literally."""
     for step in range(1, len(losses) + 1):
         if not math.isfinite(losses[step - 1]):
             return step
@@ -39,31 +39,31 @@ def reference_divergence(losses: list[float], window: int, margin: float) -> int
 @given(
     st.lists(st.one_of(st.integers(0, 40).map(lambda x: x / 4), st.just(math.inf)), max_size=40),
     st.integers(1, 8),
-    st.sampled_from([0.26, 1.01, 3.1]),  # no sum of quarters divided by a window lies at such a margin
+    st.sampled_from([0.26, 1.01, 3.1]),  # no mean of quarters over a window equals such a margin
 )
-def test_divergence_is_the_rule_as_written(losses: list[float], window: int, margin: float) -> None:
+def test_divergence_matches_the_literal_rule(losses: list[float], window: int, margin: float) -> None:
     rule = Divergence(window=window, margin=margin)
     assert divergence_step(losses, rule) == reference_divergence(losses, window, margin)
 
 
-def test_divergence_by_hand() -> None:
+def test_divergence_in_cases_computed_by_hand() -> None:
     rule = Divergence(window=2, margin=1.0)
     assert divergence_step([8.0, 6.0, 5.0, 5.5], rule) is None
     assert divergence_step([8.0, 6.0, 5.0, 7.0, 7.0], rule) == 5  # means 7, 5.5, 6, 7; 7 > 5.5 + 1
     assert divergence_step([8.0, 9.5, 9.5], rule) == 3  # above the start: 9.5 > 8 + 1
     assert divergence_step([8.0, math.nan], rule) == 2
-    assert divergence_step([8.0, 6.3, 6.3, 6.3], rule) is None  # a plateau is no divergence, only a bad loss
+    assert divergence_step([8.0, 6.3, 6.3, 6.3], rule) is None  # a plateau is not divergence
     assert divergence_step([], rule) is None
 
 
-def test_the_step_is_read_from_the_words_of_a_run() -> None:
+def test_the_nonfinite_step_is_read_from_the_last_line_of_a_run() -> None:
     assert nonfinite_step("rank 0: non-finite loss at step 17 on rank 0; trained on a.bin document 3") == 17
     assert nonfinite_step("non-finite gradients at step 2 (the loss was 3.0)") == 2
     assert nonfinite_step("rank 0 was killed or crashed") is None
 
 
 @given(st.lists(loss_values, min_size=5, max_size=5), st.floats(2.0, 9.0))
-def test_the_usable_range_is_the_longest_stretch_around_the_best(values: list[float], limit: float) -> None:
+def test_the_usable_range_is_the_longest_contiguous_one_around_the_best(values: list[float], limit: float) -> None:
     losses = {rate: {0: value} for rate, value in zip(RATES, values, strict=True)}
     best, usable = best_rate(losses), usable_rates(losses, limit)
     assert usable == [rate for rate, value in zip(RATES, values, strict=True) if value <= limit]
@@ -81,7 +81,7 @@ def test_the_usable_range_is_the_longest_stretch_around_the_best(values: list[fl
     assert found == max(stretches, key=lambda ends: ends[1] / ends[0], default=None)
 
 
-def test_every_seed_counts_for_a_usable_rate() -> None:
+def test_a_usable_rate_is_usable_with_every_seed() -> None:
     losses = {1e-3: {0: 5.0, 1: 5.05}, 3e-3: {0: 4.9, 1: 5.11}, 1e-2: {0: 4.0, 1: math.inf}}
     assert usable_rates(losses, 5.1) == [1e-3]
     assert best_rate(losses) == 3e-3  # 5.005 < 5.025; a diverged seed rules a rate out
@@ -96,7 +96,7 @@ def test_sensitivity_is_the_mean_excess_of_capped_losses(values: list[float], st
     assert pilot_score(values, start) == (finite.min(), pytest.approx(finite.mean()))
 
 
-def test_a_loss_is_reached_at_the_first_validation_that_has_it() -> None:
+def test_a_loss_is_reached_at_the_first_validation_not_above_it() -> None:
     curve = [(10, 100, 5.0), (20, 200, 4.0), (30, 300, 4.5)]
     assert first_reach(curve, 4.5) == (20, 200)
     assert first_reach(curve, 4.0) == (20, 200)
@@ -128,18 +128,18 @@ def test_a_grid_is_the_product_and_each_cell_has_a_folder_of_its_own(
     assert len({cell.name for cell in cells}) == len(cells)
 
 
-def test_validation_data_of_a_sweep_take_the_place_of_the_base_s() -> None:
+def test_validation_data_of_a_sweep_replace_those_of_the_base() -> None:
     overrides = {"data": {"val_sources": {"mine": "a/val"}}, "optim": {"muon.adamw_lr": 0.1, "warmup_steps": 3}}
     assert flatten(overrides) == {
         "data.val_sources": {"mine": "a/val"},
         "optim.muon.adamw_lr": 0.1,
         "optim.warmup_steps": 3,
     }
-    assert flatten({"data.val_sources.mine": "a/val"}) == {"data.val_sources.mine": "a/val"}  # beside the base's
+    assert flatten({"data.val_sources.mine": "a/val"}) == {"data.val_sources.mine": "a/val"}  # added to the base's
 
 
 def make_run(arm: str, lr: float, seed: int, curve: list[float], state: str = "finished", **cell: object) -> Run:
-    """A run of 10 steps and 100 tokens between validations, whose losses are given."""
+    """Returns a run with the given validation losses, 10 steps and 100 tokens apart."""
     validation = [(10 * number, 100 * number, loss) for number, loss in enumerate(curve, start=1)]
     place = Cell("g", arm, lr, seed, **cell)  # type: ignore[arg-type]
     return Run(place, state, start_loss=8.0, validation=validation)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def made_up_runs() -> list[Run]:
     ]
 
 
-def test_measures_of_a_grid_worked_by_hand() -> None:
+def test_measures_of_a_grid_match_values_computed_by_hand() -> None:
     rounds = [{"none": 1.0, "quack": 1.1}, {"none": 2.0, "quack": 2.5}, {"none": 1.0, "quack": 1.2}]
     (grid,) = measure(make_sweep(), made_up_runs(), {"g": rounds})
     none, quack = grid.arms["none"], grid.arms["quack"]
@@ -180,7 +180,7 @@ def test_measures_of_a_grid_worked_by_hand() -> None:
     assert quack.reach.spacing == pytest.approx(100 / 300)  # of seed 1
 
 
-def test_each_round_of_the_timing_begins_with_another_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_timing_round_begins_with_a_different_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = make_sweep(dir=str(tmp_path), timing={"rounds": 3})
     sweep.folder.mkdir()
     runs, timed = made_up_runs(), []
@@ -190,7 +190,7 @@ def test_each_round_of_the_timing_begins_with_another_arm(tmp_path: Path, monkey
     assert read_timing(sweep) == {"g": [{"none": 1, "quack": 2}, {"quack": 3, "none": 4}, {"none": 5, "quack": 6}]}
 
 
-def test_cells_without_an_end_are_left_out_and_counted() -> None:
+def test_unfinished_cells_are_excluded_and_counted() -> None:
     runs = made_up_runs()
     runs[6] = replace(runs[6], state="failed")
     (grid,) = measure(make_sweep(), runs, {})
@@ -200,7 +200,7 @@ def test_cells_without_an_end_are_left_out_and_counted() -> None:
     assert measure(make_sweep(), [replace(run, state="waiting") for run in runs], {})[0].limit == math.inf
 
 
-def test_the_pilot_takes_the_better_of_the_alphas_with_about_the_lowest_loss_once_it_is_complete() -> None:
+def test_a_complete_pilot_chooses_the_lowest_mean_among_alphas_near_the_lowest_loss() -> None:
     grids = {
         "g": {
             "lrs": [0.01],

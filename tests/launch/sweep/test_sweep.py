@@ -1,4 +1,4 @@
-"""Real sweeps of tiny runs: killed, stopped, resumed, diverged, failed; and every complaint about a sweep file."""
+"""Real sweeps of tiny runs that are killed, stopped, resumed, diverge or fail, and the errors of sweep files."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def rank_below(process: subprocess.Popen[str], cell: str) -> psutil.Process:
-    """The process that runs train.py for a cell."""
+    """Returns the process that runs train.py for a cell."""
 
-    def words(child: psutil.Process) -> list[str]:
+    def command(child: psutil.Process) -> list[str]:
         try:
             return child.cmdline()
         except psutil.NoSuchProcess:  # another cell's, which has just ended
@@ -74,18 +74,19 @@ def rank_below(process: subprocess.Popen[str], cell: str) -> psutil.Process:
     (rank,) = [
         child
         for child in descendants(process)
-        if any(word.endswith("train.py") for word in words(child)[1:2]) and any(cell in word for word in words(child))
+        if any(part.endswith("train.py") for part in command(child)[1:2])
+        and any(cell in part for part in command(child))
     ]
     return rank
 
 
 @pytest.mark.slow
-def test_a_sweep_that_is_killed_and_stopped_goes_on_and_reports(write_sweep: WriteSweep, tmp_path: Path) -> None:
+def test_a_killed_or_stopped_sweep_resumes_and_writes_its_report(write_sweep: WriteSweep, tmp_path: Path) -> None:
     path = write_sweep(timing={"rounds": 1, "steps": 8, "skip_steps": 2})
     folder = tmp_path / "runs/sweep"
     first, second = folder / "small-none-lr0.005-s0", folder / "small-quack-lr0.005-s0"
 
-    # A rank is killed: its cell is tried again, from where it was saved. Then the sweep is asked to stop.
+    # A rank is killed: its cell resumes from its checkpoint. Then the sweep is asked to stop.
     process = start(sweep_command(path, "--processes", "1"))
     wait_for_steps(process, first, 5)
     rank_below(process, first.name).kill()
@@ -96,13 +97,13 @@ def test_a_sweep_that_is_killed_and_stopped_goes_on_and_reports(write_sweep: Wri
     process.send_signal(signal.SIGTERM)
     stopped = finish(process)
     assert (stopped.code, stopped.errors) == (75, "")
-    assert f"{second.name}: stopped" in stopped.output and "the same command goes on" in stopped.output
+    assert f"{second.name}: stopped" in stopped.output and "the same command resumes the sweep" in stopped.output
     assert wait_for_end(below) < 1
     begun = len(read_metrics(second))
     assert 5 <= begun < STEPS and done_step(second) is None
     marker = (first / "DONE").stat()
 
-    # The sweep is killed: what it started notices, saves and ends.
+    # The sweep is killed: the processes that it started notice, save and end.
     process = start(sweep_command(path, "--processes", "1"))
     wait_for_steps(process, second, begun + 1)
     below = descendants(process)
@@ -127,7 +128,7 @@ def test_a_sweep_that_is_killed_and_stopped_goes_on_and_reports(write_sweep: Wri
     assert "0.005 for none; 0.005 for quack" in report.splitlines()[2]
     assert {path.name for path in (folder / "report").iterdir()} >= {"report.html", "results.csv"}
 
-    # All is done: only the report is written again. Then other settings are refused for what is there.
+    # The sweep is complete. Other settings are refused for existing results.
     advice = python("-m", "launch.sweep", path, "--recommend")
     assert "small: quack at a base learning rate of 0.005 with alpha 0.1" in advice.output
     changed = write_sweep(tolerance=0.2, overrides={"train.steps": STEPS + 1, "optim": {"grad_clip": 0.0}})
@@ -138,7 +139,7 @@ def test_a_sweep_that_is_killed_and_stopped_goes_on_and_reports(write_sweep: Wri
     assert python("-m", "launch.sweep", changed, "--report").errors == refused.errors  # no old results under new names
 
 
-def test_a_cell_that_fails_twice_is_listed_and_one_that_worsens_is_stopped(
+def test_a_cell_that_fails_twice_is_listed_and_a_diverging_one_is_stopped(
     write_sweep: WriteSweep, tmp_path: Path
 ) -> None:
     path = write_sweep(
@@ -149,10 +150,10 @@ def test_a_cell_that_fails_twice_is_listed_and_one_that_worsens_is_stopped(
     )
     process = start(sweep_command(path, "--processes", "2"))
     wait_for_steps(process, tmp_path / "runs/sweep/small-none-lr0.5-s0", 1)
-    psutil.Process(rank_below(process, "small-none-lr0.5-s0").ppid()).kill()  # the process of the cell itself
+    psutil.Process(rank_below(process, "small-none-lr0.5-s0").ppid()).kill()  # the process that supervises the cell
     finished = finish(process)
     assert finished.code == 1, finished.output + finished.errors
-    assert "small-none-lr0.5-s0: its process was killed by signal 9; it is tried once more" in finished.output
+    assert "small-none-lr0.5-s0: its process was killed by signal 9; retrying once" in finished.output
     (line,) = finished.errors.splitlines()
     assert line.startswith("error: small-broken-lr0.5-s0: ") and "/nowhere/tokenizer.model" in line
     log = (tmp_path / "runs/sweep/logs/small-broken-lr0.5-s0.log").read_text()
@@ -173,7 +174,7 @@ def problems_of(path: Path) -> list[str]:
     return []
 
 
-def test_every_fault_of_a_file_is_one_line(write_sweep: WriteSweep) -> None:
+def test_every_error_of_a_file_is_one_line(write_sweep: WriteSweep) -> None:
     path = write_sweep(
         arms={"none": {}, "bad name": {}},
         grids={
@@ -197,7 +198,7 @@ def test_every_fault_of_a_file_is_one_line(write_sweep: WriteSweep) -> None:
     assert len(problems.splitlines()) == 9
 
 
-def test_faults_between_the_keys_of_a_file(write_sweep: WriteSweep) -> None:
+def test_errors_across_the_keys_of_a_file_are_reported(write_sweep: WriteSweep) -> None:
     path = write_sweep(
         arms={"quack": {"run.seed": 3}, "constant": {}},
         grids={
@@ -220,7 +221,7 @@ def test_faults_between_the_keys_of_a_file(write_sweep: WriteSweep) -> None:
     ]
 
 
-def test_faults_of_the_cells(write_sweep: WriteSweep, tmp_path: Path) -> None:
+def test_errors_of_the_cells_are_reported_once(write_sweep: WriteSweep, tmp_path: Path) -> None:
     arms = {"none": {}, "quack": {"qk_control.polcy": "quack"}, "norm": {"qk_control.clip_threshold": 30}}
     grids = {
         "a": {"lrs": [0.1, 0.1], "seeds": [0]},
@@ -307,7 +308,7 @@ def test_the_table_has_a_line_for_each_arm() -> None:
     ]
 
 
-def test_the_slurm_script_is_a_script_that_runs_one_cell(write_sweep: WriteSweep, tmp_path: Path) -> None:
+def test_a_task_of_the_slurm_script_runs_one_cell(write_sweep: WriteSweep, tmp_path: Path) -> None:
     pilot = {"alphas": {"quack": [0.1, 0.3]}, "lrs": [0.1]}
     path = write_sweep(
         grids={"g": {"lrs": [0.1], "seeds": [0, 1], "pilot": pilot}},
@@ -317,7 +318,7 @@ def test_the_slurm_script_is_a_script_that_runs_one_cell(write_sweep: WriteSweep
     text = array_script(sweep, str(path), expand(sweep))
     assert text.startswith("#!/usr/bin/env bash\n#SBATCH --job-name=sweep\n") and "#SBATCH --gpus-per-node=8\n" in text
     assert "--array=0-1%3 sweep.sh" in text and "--dependency=afterany:$pilot --array=2-5%3 sweep.sh" in text
-    # With a python that only tells its arguments.
+    # `python` is a fake that prints its arguments.
     script, fake = tmp_path / "sweep.sh", tmp_path / "bin/python"
     script.write_text(text)
     fake.parent.mkdir()
@@ -335,14 +336,14 @@ SHIPPED = (*sorted((ROOT / "configs/sweeps").glob("*.yaml")), ROOT / "tests/gpu/
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_shipped_sweeps_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("launch.sweep.cells._data_problems", lambda configs: [])  # the data need not be there
+    monkeypatch.setattr("launch.sweep.cells._data_problems", lambda configs: [])  # the data may be absent
     sweep = load_sweep(path)
     cells = expand(sweep)
     check_cells(sweep, cells)
     assert sweep.name in (path.stem, "gpu-124m-short") and load_config(sweep.base)
     for grid in sweep.grids.values():
         steps = [high / low for low, high in zip(grid.lrs, grid.lrs[1:], strict=False)]
-        assert all(math.isclose(step, steps[0], rel_tol=0.15) for step in steps)  # LR sensitivity wants equal ratios
+        assert all(math.isclose(step, steps[0], rel_tol=0.15) for step in steps)  # LR sensitivity assumes equal ratios
 
 
 def test_a_cell_waits_for_the_process_that_still_runs_it(write_sweep: WriteSweep) -> None:
@@ -360,7 +361,7 @@ def test_a_cell_waits_for_the_process_that_still_runs_it(write_sweep: WriteSweep
         threading.Thread(target=enter, args=(later,), daemon=True).start()
         assert not later.wait(1.5)
     assert later.wait(30)
-    with cell_locked(sweep, cell, requests):  # a signal ends the waiting
+    with cell_locked(sweep, cell, requests):  # a signal ends the wait
         threading.Thread(target=enter, args=(asked,), daemon=True).start()
         requests.append(signal.SIGTERM)
         assert asked.wait(30)
