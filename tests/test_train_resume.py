@@ -1,4 +1,4 @@
-"""A run that stops and goes on in a new process has bit-identical losses, at every ZeRO stage and precision.
+"""A run that stops and resumes in a new process has bit-identical losses, at every ZeRO stage and precision.
 
 With Muon too, whose state is another one; and its runs go on at other stages and numbers of ranks.
 """

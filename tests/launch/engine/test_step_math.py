@@ -22,7 +22,7 @@ from model.parameters import collect_specs
 from tests.conftest import VOCAB_SIZE, read_metrics
 
 NUM_STEPS = 4
-# 7 sequences a step: no number of ranks or rows divides it. Clipping bites, and query/key weights are slower.
+# 7 sequences per step, which no number of ranks or rows divides. Clipping is active, and query/key weights are slower.
 SETTINGS = [
     f"train.steps={NUM_STEPS}",
     "train.global_batch_tokens=224",

@@ -1,7 +1,7 @@
 """Non-finite steps and spikes: stopping with the samples named, skipping, and going back to a checkpoint.
 
 What spoils the runs is in their data. One token occurs once, and helpers/worker.py gives its micro-batch a loss that
-is no number; and for one step a phase reads random tokens, which nothing in the pattern of the others predicts.
+is NaN; and for one step a phase reads random tokens, which nothing in the pattern of the others predicts.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_bad_steps_stop_skip_or_go_back(tiny_config: Path, tmp_path: Path, run_c
         state = json.loads((run / f"checkpoints/step_{STEPS:08d}" / STATE).read_text())
         assert state["skipped_samples"] == skipped
         assert state["consumed_samples"] == STEPS * SAMPLES_PER_STEP
-        # A new process that goes on from the checkpoint, told to leave out the same samples.
+        # A new process that resumes from the checkpoint and leaves out the same samples.
         other = run.with_name(f"{run.name}_resumed")
         shutil.copytree(run / "checkpoints/step_00000005", other / "checkpoints/step_00000005")
         shutil.copy(run / "metrics.jsonl", other)
@@ -159,7 +159,7 @@ def test_bad_steps_stop_skip_or_go_back(tiny_config: Path, tmp_path: Path, run_c
         path.write_text(json.dumps(json.loads(path.read_text()) | {"skipped_samples": skipped}))
         refresh_manifest(path)
         resumed.append((tiny_config, [f"run.name={other.name}", *rest]))
-    # A rollback of a run that goes on from another folder's checkpoint goes back to that one.
+    # A rollback of a run that resumed from another folder's checkpoint returns to that one.
     elsewhere = runs / "back_1_bf16/checkpoints/step_00000005"
     path = tmp_path / "step_00000005"
     shutil.copytree(elsewhere, path)

@@ -49,7 +49,7 @@ def window_loss(
     bounds = sorted({start, stop, *(end for end in ends if start < end < stop)})
     total, count = torch.zeros(()), 0
     for first, last in pairwise(bounds):
-        # The window's last token has its target when the document goes on behind it.
+        # The window's last token has a target if the document continues after the window.
         whole = torch.from_numpy(tokens[first : last + 1 if last == stop and stop not in ends else last])
         targets = whole[1:].clone()
         if not eod_loss and first + len(whole) in ends:
