@@ -7,6 +7,7 @@ other nodes.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -19,12 +20,20 @@ from launch.supervisor.worker import Worker
 
 def main(arguments: Sequence[str]) -> int:
     """Serves the coordinator at the other end of a pipe. Returns the exit code."""
-    node, limit_seconds = int(arguments[0]), float(arguments[1])
+    options = parse_arguments(arguments)
     requests = Requests()
     requests.listen()
     link = Link(sys.stdin.fileno(), os.dup(sys.stdout.fileno()), lambda: None)
-    code = Worker(link, node, limit_seconds - 2 * HEARTBEAT_SECONDS, requests, own_output=False).serve()
+    code = Worker(link, options.node, options.limit_seconds - 2 * HEARTBEAT_SECONDS, requests, own_output=False).serve()
     return EXIT_FAILURE if code is None else code
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(prog="python -m launch.node_agent", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("node", type=int, metavar="NODE", help="number of this node")
+    parser.add_argument("limit_seconds", type=float, metavar="LIMIT_SECONDS", help="silence that ends the ranks")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

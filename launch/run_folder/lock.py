@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from filelock import FileLock, Timeout
 
 from launch.errors import RunError
 from launch.run_folder.folder import RunFolder, is_own_file
+
+log = logging.getLogger(__name__)
 
 # What locking fails with on a file system without locks.
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
@@ -26,7 +29,7 @@ class LockedError(Exception):
 def file_lock(path: Path, timeout_seconds: float = 0.0) -> Iterator[None]:
     """Holds the lock of a file, and writes this host and process into it.
 
-    Does nothing on a file system without locks.
+    On a file system without locks it only logs a warning.
 
     Raises:
         LockedError: Another process has held the lock for longer than the timeout.
@@ -38,11 +41,10 @@ def file_lock(path: Path, timeout_seconds: float = 0.0) -> Iterator[None]:
             stack.enter_context(lock.acquire(timeout=timeout_seconds))
         except Timeout:
             raise LockedError(path.read_text(encoding="utf-8", errors="replace").strip()) from None
-        except NotImplementedError:
-            pass
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
+        except (NotImplementedError, OSError) as error:  # filelock raises the first for ENOSYS
+            if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
                 raise
+            log.warning("%s: this file system has no locks; nothing keeps a second process out", path)
         yield
 
 

@@ -19,6 +19,7 @@ from configs.resume import allows_repeated_starts
 from configs.schema import Config
 from launch import PROJECT_ROOT
 from launch.errors import EXIT_DONE, EXIT_FAILURE
+from launch.run_folder.folder import RunFolder
 
 _TEMPLATE = Path(__file__).parent / "job.sh"
 _PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
@@ -171,8 +172,7 @@ def submit(script: str, config: Config) -> int:
 
 
 def _run_folder(config: Config, folder: Path) -> Path:
-    assert config.run.name is not None
-    return folder / config.run.dir / config.run.name
+    return folder / RunFolder.of(config).path
 
 
 def _positive(option: str, text: str | None, problems: list[str]) -> int | None:

@@ -17,11 +17,12 @@ from configs.schema import Config
 from data.errors import DataError
 from data.files import update_with_samples
 from data.indexed import bin_path
-from data.loader import BatchGeometry, MicroBatch, StepLoader, derive_accumulation, validation_batches
+from data.loader import BatchGeometry, MicroBatch, StepLoader, validation_batches
 from data.order import Phase, SampleOrder
 from data.packing import Packing
 from data.skips import SkippedSamples
 from data.source import TokenSource
+from launch.engine.deepspeed_config import accumulation_steps
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,8 @@ def sequence_length(config: Config) -> int:
 def batch_geometry(config: Config, world_size: int) -> BatchGeometry:
     """The layout of a global batch over ranks, micro-batches and accumulation."""
     samples_per_step = config.train.global_batch_tokens // sequence_length(config)
-    micro_batch_size = config.train.micro_batch_size
-    accumulation = derive_accumulation(samples_per_step, micro_batch_size, world_size)
-    return BatchGeometry(samples_per_step, micro_batch_size, accumulation, world_size)
+    accumulation = accumulation_steps(config, world_size)
+    return BatchGeometry(samples_per_step, config.train.micro_batch_size, accumulation, world_size)
 
 
 def training_batches(

@@ -44,10 +44,11 @@ def steps(folder: Path) -> list[int]:
 
 
 def test_help_is_fast_and_needs_no_torch() -> None:
-    for module in ("launch.run", "launch.chaos"):
+    arguments = {"launch.run": "CONFIG.yaml", "launch.chaos": "CONFIG.yaml", "launch.node_agent": "LIMIT_SECONDS"}
+    for module, argument in arguments.items():
         code = f"import sys, {module}\nassert not {{'torch', 'deepspeed'}} & set(sys.modules)"
         assert python("-c", code).code == 0
-        assert "CONFIG.yaml" in python("-m", module, "--help").output
+        assert argument in python("-m", module, "--help").output
 
 
 @pytest.mark.parametrize(

@@ -88,10 +88,16 @@ def test_a_lock_that_cannot_be_opened_is_an_error_and_not_a_missing_lock(tmp_pat
         FolderLock(folder).acquire()
 
 
-def test_a_file_system_without_locks_is_used_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [OSError(errno.ENOLCK, "No locks available"), NotImplementedError()])
+def test_a_file_system_without_locks_is_used_with_a_warning(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def no_locks(*arguments: object, **options: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise error
 
     monkeypatch.setattr("filelock.FileLock.acquire", no_locks)
     with file_lock(tmp_path / "lock"):
         pass
+    assert caplog.messages == [
+        f"{tmp_path / 'lock'}: this file system has no locks; nothing keeps a second process out"
+    ]
